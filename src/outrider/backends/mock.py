@@ -1,0 +1,190 @@
+"""The mock model: a fixed random distribution for every context, known exactly, on numpy (or torch arrays).
+
+It is a first-class backend: it keeps what it was fed, computes rows from that alone, goes back exactly, and screams
+when a token arrives at the wrong position. A stale or missing token in its cache changes every later distribution,
+so the tests of exactness can see it. `logits_after` tells the truth about any context without touching a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from outrider.backends.base import ModelInfo, Spans, State
+from outrider.clock import Clock, SystemClock
+from outrider.config import MockConfig
+from outrider.sampling.ops import SamplingOps
+from outrider.tokenizer import PieceTokenizer
+from outrider.types import Scores, Slot
+
+_MASK = (1 << 64) - 1
+_EMPTY = 0x243F6A8885A308D3  # hash of the empty context
+
+
+def _absorb(state: int, token: int) -> int:
+    """Hash of a context extended by a token."""
+    state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
+    return state ^ (state >> 29)
+
+
+class MockBackend:
+    """See `MockConfig` for what can be set."""
+
+    def __init__(
+        self,
+        config: MockConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        arrays: Literal["numpy", "torch"] = "numpy",
+        device: str | None = None,
+    ) -> None:
+        self.config = config = config or MockConfig()
+        xp = _namespace(arrays)
+        self.info = ModelInfo(
+            name=f"mock-{config.seed}",
+            vocab_size=config.vocab_size,
+            num_columns=config.vocab_size + config.padding,
+            context=config.context,
+            eos_ids=config.eos_ids,
+            max_rewind=config.max_rewind,
+        )
+        self.ops = SamplingOps(xp, device)
+        self.num_passes = 0
+        self.num_tokens_fed = 0
+        self._clock = clock or SystemClock()
+        self._host_table = _logit_table(config)
+        self._table = xp.asarray(self._host_table, device=device)
+        self._tokens: dict[Slot, list[int]] = {}
+        self._states: dict[Slot, list[int]] = {}  # hash of the context after each token, the empty one first
+        self._next_slot = 0
+
+    def logits_after(self, context: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The row after `context`, from the definition: no slot is read."""
+        state = _EMPTY
+        for token in self._window(context):
+            state = _absorb(state, token)
+        row: np.ndarray[Any, np.dtype[np.float32]] = self._host_table[state % self.config.num_contexts]
+        return row
+
+    def cached(self, slot: Slot) -> list[int]:
+        """The tokens the slot holds."""
+        return list(self._tokens[slot])
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._tokens)
+
+    def open(self) -> Slot | None:
+        return self._new([], [_EMPTY])
+
+    def length(self, slot: Slot) -> int:
+        return len(self._tokens[slot])
+
+    def score(self, spans: Spans) -> Scores:
+        fed = spans.tokens.tolist()
+        self.num_passes += 1
+        self.num_tokens_fed += len(fed)
+        wanted: list[int] = []
+        at = 0
+        for slot, start, count, rows in zip(spans.slots, spans.starts, spans.counts, spans.rows, strict=True):
+            self._feed(slot, start, fed[at : at + count])
+            at += count
+            if rows:
+                assert rows <= count, f"{rows} rows wanted of {count} tokens"
+                wanted += [state % self.config.num_contexts for state in self._states[slot][-rows:]]
+        assert at == len(fed), f"spans name {at} tokens, {len(fed)} were given"
+        cost = self.config.seconds_per_pass + self.config.seconds_per_token * len(fed)
+        if cost:
+            self._clock.sleep(cost)
+        return Scores([rows for rows in spans.rows if rows], self._table[self.ops.integers(wanted), ...])
+
+    def keep(self, slots: Sequence[Slot], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            if length != len(self._tokens[slot]):
+                self.rewind(slot, length)
+
+    def rewind(self, slot: Slot, length: int) -> None:
+        held = len(self._tokens[slot])
+        assert 0 <= length <= held, f"slot {slot} holds {held} tokens and cannot go to {length}"
+        limit = self.config.max_rewind
+        assert limit is None or held - length <= limit, f"slot {slot} cannot rewind {held - length} tokens of {limit}"
+        del self._tokens[slot][length:]
+        del self._states[slot][length + 1 :]
+
+    def fork(self, slot: Slot) -> Slot | None:
+        return self._new(list(self._tokens[slot]), list(self._states[slot]))
+
+    def close(self, slot: Slot) -> None:
+        del self._tokens[slot], self._states[slot]
+
+    def save(self, slot: Slot) -> State:
+        return {"tokens": list(self._tokens[slot])}
+
+    def load(self, state: State) -> Slot | None:
+        slot = self.open()
+        if slot is not None:
+            self._feed(slot, 0, state["tokens"])
+        return slot
+
+    def _new(self, tokens: list[int], states: list[int]) -> Slot | None:
+        if self.config.max_slots is not None and len(self._tokens) >= self.config.max_slots:
+            return None
+        slot = Slot(self._next_slot)
+        self._next_slot += 1
+        self._tokens[slot], self._states[slot] = tokens, states
+        return slot
+
+    def _feed(self, slot: Slot, start: int, fed: Sequence[int]) -> None:
+        tokens, states = self._tokens[slot], self._states[slot]
+        assert start == len(tokens), f"slot {slot} holds {len(tokens)} tokens but was fed position {start}"
+        assert start + len(fed) <= self.config.context, (
+            f"{start + len(fed)} tokens in a context of {self.config.context}"
+        )
+        order = self.config.order
+        state = states[-1]
+        for token in fed:
+            assert 0 <= token < self.config.vocab_size, (
+                f"token {token} is not in a vocabulary of {self.config.vocab_size}"
+            )
+            tokens.append(token)
+            if order is None:
+                state = _absorb(state, token)
+            else:
+                state = _EMPTY
+                for earlier in self._window(tokens):
+                    state = _absorb(state, earlier)
+            states.append(state)
+
+    def _window(self, context: Sequence[int]) -> Sequence[int]:
+        """The part of a context the distribution depends on."""
+        order = self.config.order
+        return context if order is None else context[max(0, len(context) - order) :]
+
+
+def mock_tokenizer(vocab_size: int) -> PieceTokenizer:
+    """Pieces for a mock vocabulary: letters, then words; two tokens are halves of one character (é)."""
+    pieces = [bytes([byte]) for byte in b"abcdefgh"] + [b"\xc3", b"\xa9", b".", b" "]
+    words = ["the", "rider", "rode", "ahead", "and", "saw", "a", "far", "river", "hill", "road", "under", "open", "sky"]
+    pieces += [f" {word}".encode() for word in words]
+    pieces += [f"<{token}>".encode() for token in range(len(pieces), vocab_size)]
+    return PieceTokenizer(pieces[:vocab_size])
+
+
+def _logit_table(config: MockConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """[contexts, columns]: one row per context hash. Padding columns hold noise, as in real checkpoints."""
+    shape = (config.num_contexts, config.vocab_size + config.padding)
+    own = np.random.default_rng([config.seed, 0]).standard_normal(shape, dtype=np.float32)
+    if config.drift:
+        other = np.random.default_rng([config.seed, 1]).standard_normal(shape, dtype=np.float32)
+        own = own + np.float32(config.drift) * other
+    return np.float32(config.sharpness) * own
+
+
+def _namespace(arrays: str) -> Any:
+    if arrays == "numpy":
+        return np  # numpy 2 follows the array API standard itself
+    import array_api_compat.torch as xp
+
+    return xp

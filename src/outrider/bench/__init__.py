@@ -1,0 +1,1 @@
+"""Measurements people can repeat: commands, never timed tests."""

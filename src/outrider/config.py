@@ -1,0 +1,95 @@
+"""One frozen, self-validating config per part. A part receives its own, never a root config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+
+
+def require_int(value: object, name: str, least: int) -> None:
+    """`value` must be a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name)
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How many requests share a pass, and how much of a long prompt one pass reads."""
+
+    max_batch: int = 64
+    prefill_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        require_int(self.max_batch, "max_batch", 1)
+        require_int(self.prefill_chunk, "prefill_chunk", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """The width a request gets when it does not ask for one. 0 is plain decoding."""
+
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        require_int(self.width, "width", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig:
+    """Which n-grams are looked up: the longest first."""
+
+    min_n: int = 1
+    max_n: int = 3
+
+    def __post_init__(self) -> None:
+        require_int(self.min_n, "ngram.min_n", 1)
+        require_int(self.max_n, "ngram.max_n", 1)
+        if self.max_n < self.min_n:
+            raise ConfigError(
+                f"ngram.max_n must be at least ngram.min_n ({self.min_n}), got {self.max_n}", param="ngram.max_n"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockConfig:
+    """The mock model: a random but fixed distribution for every context.
+
+    `drift` mixes another random table into the logits, so a mock with the target's `seed` and some drift is a
+    draft that agrees often but not always. `order` limits the dependence to the last tokens (None: all of them).
+    `padding` adds logit columns that stand for no token, as real models have. `max_rewind=0` cannot go back.
+    """
+
+    vocab_size: int = 32
+    padding: int = 0
+    context: int = 4096
+    seed: int = 0
+    sharpness: float = 1.5
+    drift: float = 0.0
+    order: int | None = None
+    num_contexts: int = 4099
+    eos_ids: tuple[int, ...] = ()
+    max_rewind: int | None = None
+    max_slots: int | None = None
+    seconds_per_pass: float = 0.0
+    seconds_per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_int(self.vocab_size, "mock.vocab_size", 1)
+        require_int(self.padding, "mock.padding", 0)
+        require_int(self.context, "mock.context", 2)
+        require_int(self.num_contexts, "mock.num_contexts", 1)
+        for name in ("order", "max_rewind", "max_slots"):
+            if getattr(self, name) is not None:
+                require_int(getattr(self, name), f"mock.{name}", 0)
+        for name in ("seconds_per_pass", "seconds_per_token"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(f"mock.{name} must not be negative, got {getattr(self, name)}", param=f"mock.{name}")
+        for eos in self.eos_ids:
+            if not 0 <= eos < self.vocab_size:
+                raise ConfigError(
+                    f"mock.eos_ids: {eos} is not a token; ids run from 0 to {self.vocab_size - 1}",
+                    param="mock.eos_ids",
+                )

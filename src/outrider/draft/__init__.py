@@ -1,0 +1,1 @@
+"""Drafters behind one contract, `base.Drafter`. None knows another."""

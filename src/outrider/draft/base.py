@@ -1,0 +1,32 @@
+"""The drafter contract: whoever proposes tokens. Another model, lookups and scripts all fit.
+
+A proposal may depend on the past and on draft rows, never on the value drawn for a sampled token nor on noise the
+judge will use: dropping a sampled token because it looks unlikely would break the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+
+
+class Drafter(Protocol):
+    """Proposes up to `widths[b]` tokens for job b, in one call for the batch."""
+
+    @property
+    def name(self) -> str:
+        """The method, as requests name it."""
+
+    def lag(self, job: Job) -> int:
+        """Tokens of the job it has not read yet. While there are more than a chunk, the job's width is 0."""
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
+        """The drafts of a round. Fewer tokens than the width are fine; a reason goes into `fallbacks`."""
+
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
+        """After every step, prompt chunks and width 0 too: jobs hold their new tokens. Rewind, catch up, learn."""
+
+    def forget(self, job: Job) -> None:
+        """The job is over: free what it held. Also called for jobs never seen."""

@@ -1,0 +1,167 @@
+"""Drafting with another model of the same vocabulary.
+
+    draft cache   [ length: tokens it has read, all emitted | ahead: its own drafts, not yet judged ]
+
+After a round the drafts that were not emitted are rewound, so the cache is always a prefix of the job's tokens, and
+the next proposal reads only what is new: at most the accepted tokens plus one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.backends.base import Backend, Spans
+from outrider.errors import DraftError
+from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
+
+
+@dataclass(slots=True)
+class Seat:
+    """A job's place in the draft model."""
+
+    slot: Slot
+    length: int = 0
+    ahead: list[int] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """`chunk` is the most tokens it reads of a long prompt in one step."""
+
+    name = "model"
+
+    def __init__(self, backend: Backend, *, chunk: int = 512) -> None:
+        self.backend = backend
+        self.chunk = chunk
+        self.seats: dict[int, Seat] = {}
+
+    def lag(self, job: Job) -> int:
+        seat = self.seats.get(job.id)
+        return len(job.tokens) - (seat.length if seat else 0)
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
+        """One draft pass per place of the proposal, for all jobs that still want a token there."""
+        drafts = Drafts(counts=[], tokens=None)
+        rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
+        drafted: list[list[int]] = [[] for _ in jobs]
+        rows: list[Array | None] = []  # per step, the rows drawn from
+        chosen: list[Array] = []
+        owners: list[list[int]] = []  # per step, the jobs drafting
+        for step in range(max(rooms)):
+            owners.append(
+                [b for b, room in enumerate(rooms) if room > step and b not in drafts.faults and not jobs[b].cancelled]
+            )
+            if not owners[-1]:
+                break
+            active = owners[-1]
+            logits = self._read([jobs[b] for b in active], [drafted[b] for b in active])
+            drawn = self.backend.ops.draft([jobs[b] for b in active], [drafted[b] for b in active], logits)
+            drafts.steps += 1
+            for index, fault in drawn.faults.items():
+                drafts.faults[active[index]] = DraftError(f"the draft failed: {fault.message}", param=fault.param)
+            for b, token in zip(active, drawn.tokens.tolist(), strict=True):
+                drafted[b].append(token)
+            rows.append(drawn.probs)
+            chosen.append(drawn.tokens)
+        ops = self.backend.ops
+        drafts.counts = [len(tokens) for tokens in drafted]
+        drafts.tokens = ops.integers([token for tokens in drafted for token in tokens])
+        if any(probs is not None for probs in rows):
+            vocab = self.backend.info.vocab_size
+            stacked = ops.xp.concat(
+                [ops.one_hot(at, vocab) if probs is None else probs for probs, at in zip(rows, chosen, strict=True)]
+            )
+            # rows came step after step; drafts go job after job
+            order = [(b, step) for step, active in enumerate(owners[: len(rows)]) for b in active]
+            drafts.probs = stacked[ops.integers(sorted(range(len(order)), key=order.__getitem__)), ...]
+        return drafts
+
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
+        for job in plan.deciding:
+            seat = self.seats.get(job.id)
+            if seat and seat.ahead:
+                self._settle(job, seat)
+        behind = [job for job in plan.jobs if job.width > 0 and not job.done and self.lag(job) > self.chunk]
+        self._catch_up(behind)
+
+    def forget(self, job: Job) -> None:
+        seat = self.seats.pop(job.id, None)
+        if seat:
+            self.backend.close(seat.slot)
+
+    def _room(self, job: Job, width: int, drafts: Drafts) -> int:
+        """How much of `width` this draft can serve."""
+        if width == 0:
+            return 0
+        # The last drafted token is never fed: a proposal of n tokens puts n - 1 of them into the draft's cache.
+        info = self.backend.info
+        room = info.context - len(job.tokens) + 1
+        if room <= 0:
+            drafts.fallbacks.append((job, f"the answer is past the draft's context of {info.context} tokens"))
+            return 0
+        if self._seat(job) is None:
+            drafts.fallbacks.append((job, "the draft has no room for another sequence"))
+            return 0
+        if info.max_rewind is not None and info.max_rewind + 1 < width:
+            drafts.fallbacks.append((job, f"the draft can rewind only {info.max_rewind} tokens"))
+            room = min(room, info.max_rewind + 1)
+        return min(width, room)
+
+    def _seat(self, job: Job) -> Seat | None:
+        seat = self.seats.get(job.id)
+        if seat is None:
+            slot = self.backend.open()
+            if slot is None:
+                return None
+            seat = self.seats[job.id] = Seat(slot)
+        return seat
+
+    def _read(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]]) -> Array:
+        """Feed each job what its seat has not seen, and return one row per job. [B, V]"""
+        seats = [self.seats[job.id] for job in jobs]
+        starts = [seat.length + len(seat.ahead) for seat in seats]
+        fed: list[Sequence[int]] = []
+        for job, tokens, seat in zip(jobs, drafted, seats, strict=True):
+            if tokens:
+                fed.append(tokens[-1:])
+                seat.ahead.append(tokens[-1])
+            else:
+                fed.append(job.tokens[seat.length :])
+                seat.length = len(job.tokens)
+        scores = self._score(seats, starts, fed, rows=1)
+        return scores.logits[:, : self.backend.info.vocab_size]
+
+    def _settle(self, job: Job, seat: Seat) -> None:
+        """Keep the drafts that were emitted, rewind the others."""
+        kept = 0
+        for token, emitted in zip(seat.ahead, job.tokens[seat.length :], strict=False):
+            if token != emitted:
+                break
+            kept += 1
+        seat.length += kept
+        if kept < len(seat.ahead):
+            self.backend.rewind(seat.slot, seat.length)
+        seat.ahead.clear()
+
+    def _catch_up(self, jobs: Sequence[Job]) -> None:
+        """Read one more chunk of tokens the draft lags behind, without asking for rows."""
+        jobs = [job for job in jobs if self._seat(job) is not None and len(job.tokens) <= self.backend.info.context]
+        if not jobs:
+            return
+        seats = [self.seats[job.id] for job in jobs]
+        starts = [seat.length for seat in seats]
+        fed = [job.tokens[seat.length : seat.length + self.chunk] for job, seat in zip(jobs, seats, strict=True)]
+        for seat, tokens in zip(seats, fed, strict=True):
+            seat.length += len(tokens)
+        self._score(seats, starts, fed, rows=0)
+
+    def _score(self, seats: Sequence[Seat], starts: list[int], fed: Sequence[Sequence[int]], rows: int) -> Scores:
+        return self.backend.score(
+            Spans(
+                slots=[seat.slot for seat in seats],
+                starts=starts,
+                counts=[len(tokens) for tokens in fed],
+                rows=[rows] * len(seats),
+                tokens=self.backend.ops.integers([token for tokens in fed for token in tokens]),
+            )
+        )

@@ -1,0 +1,1 @@
+"""The engine: one loop, and the ways people call it."""

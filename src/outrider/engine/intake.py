@@ -1,0 +1,112 @@
+"""From a request to a job: everything that can be wrong with a request is said here, before it costs a pass."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from outrider.backends.base import ModelInfo
+from outrider.errors import ContextLengthError, EmptyPromptError, RequestError, TokenRangeError, UnknownMethodError
+from outrider.sampling.noise import seed_words
+from outrider.tokenizer import TextStream, Tokenizer
+from outrider.types import Job, Prompt, Request
+
+
+class Intake:
+    """Turns requests into jobs for one engine."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, method: str, width: int) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._method = method
+        self._width = width
+
+    def job(self, request: Request, request_id: str, now: float) -> Job:
+        """A job for the request, or a RequestError that says what to change."""
+        sampling = request.sampling
+        tokens = self._encode(request.prompt)
+        self._check_ids(sampling.logit_bias, "logit_bias")
+        self._check_ids(sampling.banned, "banned")
+        self._check_ids(request.stop_ids, "stop_ids")
+        if request.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids", param="stop")
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        eos = () if request.ignore_eos else self._info.eos_ids
+        return Job(
+            request=request,
+            request_id=request_id,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            seed=seed,
+            rule=sampling.rule,
+            words=seed_words(seed, request.choice),
+            limit=self._limit(len(tokens), request.max_tokens),
+            stop_ids=frozenset([*eos, *request.stop_ids]),
+            width=self._requested_width(request),
+            arrival=now,
+            deadline=None if request.deadline_s is None else now + request.deadline_s,
+            text=None if self._tokenizer is None else TextStream(self._tokenizer, request.stop),
+            counts=dict.fromkeys(tokens, 0) if sampling.penalised else None,
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
+            tokens = self._tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+            self._check_ids(tokens, "prompt")
+        if not tokens:
+            raise EmptyPromptError("the prompt has no tokens; give at least one", param="prompt")
+        if len(tokens) >= self._info.context:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self._info.context}, answer included; "
+                f"shorten it to at most {self._info.context - 1}",
+                param="prompt",
+            )
+        return tokens
+
+    def _limit(self, prompt: int, max_tokens: int | None) -> int:
+        """The length at which the answer ends."""
+        context = self._info.context
+        if max_tokens is None:
+            return context
+        if prompt + max_tokens > context:
+            raise ContextLengthError(
+                f"{prompt} prompt tokens and max_tokens={max_tokens} exceed the context of {context}; "
+                f"ask for at most {context - prompt}",
+                param="max_tokens",
+            )
+        return prompt + max_tokens
+
+    def _requested_width(self, request: Request) -> int:
+        method = self._method if request.method is None else request.method
+        if method not in ("none", self._method):
+            offered = "none" if self._method == "none" else f"none or {self._method}"
+            raise UnknownMethodError(
+                f"this engine drafts by {self._method}, not by {method!r}; ask for {offered}", param="method"
+            )
+        if method == "none":
+            return 0
+        return self._width if request.width is None else request.width
+
+    def _check_ids(self, ids: Iterable[Any], param: str) -> None:
+        size = self._info.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TokenRangeError(f"{param} takes token ids (whole numbers), got {token!r}", param=param)
+            if not 0 <= token < size:
+                raise TokenRangeError(
+                    f"{param} has token id {token}; this vocabulary runs from 0 to {size - 1}", param=param
+                )
+
+
+def is_one_prompt(prompt: object) -> bool:
+    """A text, a Request or a sequence of ids is one prompt; a sequence of those is several."""
+    if isinstance(prompt, (str, Request)):
+        return True
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"a prompt is text, token ids or a Request, got {type(prompt).__name__}", param="prompt")
+    return not prompt or isinstance(prompt[0], int)

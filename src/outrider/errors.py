@@ -1,0 +1,92 @@
+"""The error tree. The class decides the HTTP status and the stable `code`; every message names the cure.
+
+A caller can fix a `RequestError` or a `ConfigError`; a `BackendError` or a `DraftError` is a fault of a model
+or a plug-in and ends the requests it touched, never the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OutriderError(Exception):
+    """Base of everything Outrider raises on purpose. `param` names the offending field, where there is one.
+
+    When one of several requests in a call fails, the others are answered first: `results` holds their answers,
+    None in place of the failed.
+    """
+
+    status: int = 500
+    code: str = "internal_error"
+    results: Sequence[object] = ()
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(OutriderError):
+    """An engine cannot be built like this."""
+
+    status, code = 400, "invalid_config"
+
+
+class MissingDraftError(ConfigError):
+    """The method needs something to draft with, and nothing was given."""
+
+    code = "missing_draft"
+
+
+class VocabularyError(ConfigError):
+    """Draft and target do not speak the same token ids."""
+
+    code = "vocabulary_mismatch"
+
+
+class RequestError(OutriderError):
+    """A request the caller can correct."""
+
+    status, code = 400, "invalid_request"
+
+
+class EmptyPromptError(RequestError):
+    """There is nothing to continue."""
+
+    code = "empty_prompt"
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownMethodError(RequestError):
+    """The request names a drafting method this engine has not loaded."""
+
+    code = "unknown_method"
+
+
+class TokenRangeError(RequestError):
+    """A token id outside the vocabulary."""
+
+    code = "token_out_of_range"
+
+
+class NotReadyError(OutriderError):
+    """The engine is closed."""
+
+    status, code = 503, "not_ready"
+
+
+class BackendError(OutriderError):
+    """The target model broke its contract: wrong shapes, NaN, or an exception of its own."""
+
+    code = "backend_error"
+
+
+class DraftError(OutriderError):
+    """The draft side failed; the request is ended with this error instead of being answered short."""
+
+    code = "draft_error"

@@ -1,0 +1,226 @@
+"""Counters of speculation, per request and for the engine: what was drafted, what was kept, what it cost.
+
+Memory is bounded: positions grow with the widest draft, cost points with the row counts seen. Nothing here decides;
+the width chooser and people read it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
+
+
+class PassTimes(NamedTuple):
+    """Seconds one round spent in each verb, and the draft passes in it."""
+
+    draft_s: float
+    score_s: float
+    judge_s: float
+    draft_steps: int
+
+
+@dataclass(slots=True)
+class PassCosts:
+    """Measured seconds of a target pass by the rows it was fed: the curve r(rows), in units of a one-row pass."""
+
+    points: dict[int, list[float]] = field(default_factory=dict)  # rows -> [passes, seconds]
+
+    def add(self, rows: int, seconds: float) -> None:
+        point = self.points.setdefault(rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length(), [0.0, 0.0])
+        point[0] += 1.0
+        point[1] += seconds
+
+    def seconds(self, rows: float) -> float | None:
+        """Mean seconds of a pass of `rows` rows, interpolated; None outside what was measured."""
+        known = sorted(self.points)
+        if not known or not known[0] <= rows <= known[-1]:
+            return None
+        right = bisect_left(known, rows)
+        high = known[right]
+        passes, total = self.points[high]
+        if high == rows:
+            return total / passes
+        low = known[right - 1]
+        low_passes, low_total = self.points[low]
+        share = (rows - low) / (high - low)
+        return (1.0 - share) * low_total / low_passes + share * total / passes
+
+    def curve(self) -> dict[int, float] | None:
+        """r(rows); None until a one-row pass was measured."""
+        unit = self.seconds(1)
+        if not unit:
+            return None
+        return {rows: total / passes / unit for rows, (passes, total) in sorted(self.points.items())}
+
+
+@dataclass(slots=True)
+class Tempo:
+    """Tokens and seconds of plain and of speculative rounds, apart by batch size, so that like meets like."""
+
+    by_batch: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # batch -> [tokens, s, tokens, s]: plain, speculative
+
+    def add(self, batch: int, speculative: bool, tokens: int, seconds: float) -> None:
+        cell = self.by_batch.get(batch)
+        if cell is None:
+            cell = self.by_batch[batch] = [0.0, 0.0, 0.0, 0.0]
+        at = 2 if speculative else 0
+        cell[at] += tokens
+        cell[at + 1] += seconds
+
+    def speedup(self) -> float | None:
+        """Seconds plain rounds would have taken for the speculative tokens, over the seconds those took."""
+        plain_s = speculative_s = 0.0
+        for plain_tokens, plain_seconds, tokens, seconds in self.by_batch.values():
+            if plain_tokens and tokens:
+                plain_s += tokens * plain_seconds / plain_tokens
+                speculative_s += seconds
+        return plain_s / speculative_s if speculative_s else None
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What speculation did. drafted = accepted + rejected + unread, always.
+
+    A round judges one job once, so it emits 1 to width + 1 tokens. `unread` drafts came after a rejection or a stop
+    and were never judged, or not counted. Times are those of the passes taken part in: a batch shares them.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    bonus: int = 0
+    unread: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    passes: int = 0
+    draft_steps: int = 0
+    draft_s: float = 0.0
+    score_s: float = 0.0
+    judge_s: float = 0.0
+    wide_rounds: int = 0  # rounds with a draft
+    wide_passes: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
+    tempo: Tempo = field(default_factory=Tempo)
+
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """One job was judged: `accepted` of `drafted` were kept, and `emitted` tokens went out (a stop may cut)."""
+        self.rounds += 1
+        self.tokens += emitted
+        if drafted == 0:
+            return
+        kept = min(accepted, emitted)
+        refused = 1 if accepted < drafted and emitted > accepted else 0
+        self.wide_rounds += 1
+        self.drafted += drafted
+        self.accepted += kept
+        self.rejected += refused
+        self.unread += drafted - kept - refused
+        if emitted > drafted:
+            self.bonus += 1
+        while len(self.drafted_at) < drafted:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+        for position in range(kept):
+            self.accepted_at[position] += 1
+
+    def add_pass(self, times: PassTimes, batch: int, speculative: bool, tokens: int) -> None:
+        """One pass was taken part in."""
+        self.passes += 1
+        self.draft_steps += times.draft_steps
+        self.draft_s += times.draft_s
+        self.score_s += times.score_s
+        self.judge_s += times.judge_s
+        self.wide_passes += speculative
+        if tokens:
+            self.tempo.add(batch, speculative, tokens, times.draft_s + times.score_s + times.judge_s)
+
+    def add_fallback(self, reason: str) -> None:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of the drafts at each place of a proposal that were kept."""
+        return [kept / drafted for kept, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def draft_step_cost(self) -> float | None:
+        """c: one draft pass in units of a one-row target pass."""
+        unit = self.costs.seconds(1)
+        return self.draft_s / self.draft_steps / unit if unit and self.draft_steps else None
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """E[tokens per round] / (r(k+1) + k*c), for the mean width and batch; None until the passes were measured."""
+        if not self.wide_rounds or not self.wide_passes:
+            return None
+        batch = self.wide_rounds / self.wide_passes
+        width = self.drafted / self.wide_rounds
+        plain, wide = self.costs.seconds(batch), self.costs.seconds(batch * (width + 1))
+        if not plain or wide is None:
+            return None
+        draft_s = self.draft_s / self.wide_passes
+        expected = 1.0 + self.accepted / self.wide_rounds
+        return expected * plain / (wide + draft_s)
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Against width-0 rounds at the same batch size; None if there were none."""
+        return self.tempo.speedup()
+
+    @property
+    def advice(self) -> str | None:
+        """Plain words when speculation does not pay."""
+        if not self.wide_rounds:
+            return None
+        speedup, source = self.measured_speedup, "measured"
+        if speedup is None:
+            speedup, source = self.estimated_speedup, "estimated"
+        if speedup is None or speedup >= 1.0:
+            return None
+        cure = "try a smaller width, a cheaper draft, or width 0"
+        if self.acceptance_rate < 0.3:
+            cure = f"only {self.acceptance_rate:.0%} of the drafts are kept: try another draft, or width 0"
+        return f"speculation does not pay here ({source} {speedup:.2f}x of plain); {cure}"
+
+    def report(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "rejected": self.rejected,
+            "bonus": self.bonus,
+            "unread": self.unread,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+            "accepted_by_position": self.accepted_by_position,
+            "passes": self.passes,
+            "draft_s": self.draft_s,
+            "score_s": self.score_s,
+            "judge_s": self.judge_s,
+            "draft_step_cost": self.draft_step_cost,
+            "pass_cost_curve": self.costs.curve(),
+            "estimated_speedup": self.estimated_speedup,
+            "measured_speedup": self.measured_speedup,
+            "fallbacks": dict(self.fallbacks),
+            "advice": self.advice,
+        }

@@ -1,0 +1,1 @@
+"""Noise, the target distribution, and the two acceptance rules. `SamplingOps` is the way in."""

@@ -1,0 +1,133 @@
+"""The two exact acceptance rules on chains, vectorised over jobs with different draft lengths.
+
+`match`: the target's own token is known at every row, a draft stays while it equals it (`coupled`, and greedy).
+`reject`: Leviathan et al. 2023, Algorithm 1: keep x with probability min(1, p/q), else draw from max(0, p - q).
+
+Row i of a job judges its draft i; the row after the last accepted draft gives the next token:
+
+    rows     p0    p1    p2    p3
+    drafts   d0    d1    d2            accepted = 2: d2 is refused by p2, next is drawn from max(0, p2 - q2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from outrider.sampling.noise import Noise, Stream
+from outrider.sampling.warp import softmax
+from outrider.types import Array
+
+
+class Layout(NamedTuple):
+    """Which rows and drafts belong to which job. B jobs, N drafts, R rows, K the longest draft."""
+
+    first: Array  # [B] first row of a job
+    last: Array  # [B] last row: after all drafts, or the last draft's own when there is no bonus row
+    drafted: Array  # [B] number of drafts
+    judge: Array  # [N] the row that judges each draft
+    grid: Array  # [B, K + 1] index of a job's i-th draft; 0 where it has none
+    inside: Array  # [B, K + 1] whether it has one; never in the last column
+    num_drafts: int
+
+
+class Ruling(NamedTuple):
+    """accepted [B], next [B]."""
+
+    accepted: Array
+    next: Array
+
+
+def build_layout(xp: Any, device: Any, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
+    """From the number of drafts and of rows of each job."""
+
+    def array(values: Any, dtype: Any) -> Array:
+        return xp.asarray(values, dtype=dtype, device=device)
+
+    first, start, row, draft = [], [], 0, 0
+    for count, num_rows in zip(drafted, rows, strict=True):
+        first.append(row)
+        start.append(draft)
+        row, draft = row + num_rows, draft + count
+    columns = range(max(drafted, default=0) + 1)
+    return Layout(
+        first=array(first, xp.int64),
+        last=array([f + n - 1 for f, n in zip(first, rows, strict=True)], xp.int64),
+        drafted=array(list(drafted), xp.int64),
+        judge=array([f + i for f, n in zip(first, drafted, strict=True) for i in range(n)], xp.int64),
+        grid=array([[s + i if i < n else 0 for i in columns] for s, n in zip(start, drafted, strict=True)], xp.int64),
+        inside=array([[i < n for i in columns] for n in drafted], xp.bool),
+        num_drafts=draft,
+    )
+
+
+def draw(x: Array, noise: Array, sampled: Array | None) -> Array:
+    """One token per row by the Gumbel-max rule: argmax of log-probability plus noise, ties to the lowest id.
+
+    x, noise [R, V]; sampled [R, 1] is 0 in greedy rows. -> [R]
+    """
+    if sampled is not None:
+        noise = noise * sampled
+    return (x + noise).argmax(-1)
+
+
+def leading(xp: Any, keep: Array, layout: Layout) -> Array:
+    """How many drafts of each job are kept before the first refusal. keep [N] -> [B]"""
+    kept = xp.astype(keep[layout.grid] & layout.inside, xp.uint8)
+    return kept.argmin(-1)  # the first zero; the last column always is one
+
+
+def match(xp: Any, chosen: Array, tokens: Array, layout: Layout) -> Ruling:
+    """Follow the target's own tokens while the drafts guessed them. chosen [R], tokens [N]"""
+    if layout.num_drafts == 0:
+        return Ruling(layout.drafted, chosen)
+    accepted = leading(xp, chosen[layout.judge] == tokens, layout)
+    return Ruling(accepted, chosen[xp.minimum(layout.first + accepted, layout.last)])
+
+
+def reject(
+    xp: Any,
+    x: Array,
+    tokens: Array,
+    probs: Array | None,
+    layout: Layout,
+    noise: Noise,
+    words: Array,
+    positions: Array,
+) -> Ruling:
+    """Rejection sampling. x [R, V] shaped logits, tokens [N], probs [N, V] or None for one-hot, positions [R]."""
+    if layout.num_drafts == 0:
+        return Ruling(layout.drafted, draw(x, noise.gumbel(words, positions, Stream.TARGET, x.shape[1]), None))
+    target = softmax(xp, x)
+    uniform = noise.uniform(words[:, layout.judge], positions[layout.judge], Stream.ACCEPT)
+    keep = uniform * draft_chance(xp, tokens, probs) < target[layout.judge, tokens]  # u < p/q, never dividing by q
+    accepted = leading(xp, keep, layout)
+    row = xp.minimum(layout.first + accepted, layout.last)
+    refused = accepted < layout.drafted
+    refused_draft = xp.take_along_axis(layout.grid, accepted[:, None], axis=1)[
+        :, 0
+    ]  # meaningless where none is refused
+    rest = residual(xp, target[row, ...], refused_draft, tokens, probs)
+    replace = refused & xp.any(rest > 0, axis=-1)  # a residual without mass falls back to p
+    log_rest = xp.where(rest > 0, xp.log(xp.where(rest > 0, rest, xp.ones_like(rest))), -xp.inf)
+    source = xp.where(replace[:, None], log_rest, x[row, ...])
+    stream = xp.where(refused, int(Stream.REPLACE), int(Stream.TARGET))
+    stream = xp.astype(stream, xp.int32)
+    return Ruling(accepted, draw(source, noise.gumbel(words[:, row], positions[row], stream, x.shape[1]), None))
+
+
+def draft_chance(xp: Any, tokens: Array, probs: Array | None) -> Array | float:
+    """q(x) of each drafted token. [N]; a one-hot draft was certain of it."""
+    if probs is None:
+        return 1.0
+    return probs[xp.arange(tokens.shape[0], device=tokens.device), tokens]
+
+
+def residual(xp: Any, target: Array, refused: Array, tokens: Array, probs: Array | None) -> Array:
+    """max(0, p - q) with q of the refused position. target [B, V], refused [B] an index into tokens [N] -> [B, V]"""
+    if probs is None:
+        rest = xp.asarray(target, copy=True)
+        rest[xp.arange(target.shape[0], device=target.device), tokens[refused]] = 0.0
+        return rest
+    rest = target - probs[refused, ...]
+    return xp.where(rest > 0, rest, xp.zeros_like(rest))

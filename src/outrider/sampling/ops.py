@@ -1,0 +1,187 @@
+"""Sampling for one array library and device: the two calls the engine makes of it, `draft` and `judge`.
+
+This is the array-API reference. A backend may bring a fused twin with the same two methods; the tests run on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+from array_api_compat import is_numpy_namespace, is_torch_array
+
+from outrider.errors import OutriderError
+from outrider.sampling.accept import Layout, Ruling, build_layout, draw, match, reject
+from outrider.sampling.noise import Noise, Stream
+from outrider.sampling.warp import Controls, build_controls, shape, softmax
+from outrider.types import Array, Drafts, Job, Scores, Verdicts
+
+T = TypeVar("T")
+REMEMBERED = 64  # batch shapes whose index arrays and settings are kept: a steady batch has one or two
+
+
+class Drawn(NamedTuple):
+    """One drafted token per job [B], the rows they were drawn from [B, V] (None: all one-hot), faults by job."""
+
+    tokens: Array
+    probs: Array | None
+    faults: dict[int, OutriderError]
+
+
+class SamplingOps:
+    """Draws draft tokens and judges drafts, for jobs with different settings, rules and draft lengths in one call."""
+
+    def __init__(self, xp: Any, device: Any = None) -> None:
+        self.xp = xp
+        self.device = device
+        self.noise = Noise(xp, device)
+        self._layouts: dict[Hashable, Layout] = {}
+        self._controls: dict[Hashable, Controls] = {}
+
+    def integers(self, values: Sequence[int]) -> Array:
+        return self.xp.asarray(values, dtype=self.xp.int64, device=self.device)
+
+    def one_hot(self, tokens: Array, vocab_size: int) -> Array:
+        """Rows that are certain of their token. [N] -> [N, V]"""
+        ids = self.xp.arange(vocab_size, device=self.device)
+        return self.xp.astype(tokens[:, None] == ids, self.xp.float32)
+
+    def adopt(self, drafts: Drafts) -> Drafts:
+        """Drafts of another array library or device as this one's. Converted once a round; a no-op when alike."""
+        if is_torch_array(drafts.tokens) and is_numpy_namespace(self.xp):
+            drafts.tokens = drafts.tokens.cpu()
+            drafts.probs = None if drafts.probs is None else drafts.probs.cpu()
+        drafts.tokens = self.integers(drafts.tokens)
+        if drafts.probs is not None:
+            drafts.probs = self.xp.asarray(drafts.probs, dtype=self.xp.float32, device=self.device)
+        return drafts
+
+    def draft(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> Drawn:
+        """Draw each job's next draft token from a draft model's row. drafted: the tokens drafted before it, per job.
+
+        Under `coupled` the draft uses the target's own noise, so that it guesses what the target will say; under
+        `rejection` it has a stream of its own, independent of everything the judge looks at.
+        """
+        xp = self.xp
+        controls = self._controls_of(jobs, [1] * len(jobs))
+        shaped = shape(xp, logits, controls, jobs, drafted.__getitem__)
+        if controls.all_greedy:
+            return Drawn(shaped.logits.argmax(-1), None, shaped.faults)
+        weighed = [job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs]
+        stream = self._int32([Stream.DRAFT if w else Stream.TARGET for w in weighed])
+        positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
+        noise = self.noise.gumbel(controls.words, positions, stream, logits.shape[1])
+        tokens = draw(shaped.logits, noise, controls.sampled)
+        if not any(weighed):
+            return Drawn(tokens, None, shaped.faults)
+        probs = softmax(xp, shaped.logits)
+        if not all(weighed):
+            sampled = xp.asarray(weighed, device=self.device)
+            probs = xp.where(sampled[:, None], probs, self.one_hot(tokens, logits.shape[1]))
+        return Drawn(tokens, probs, shaped.faults)
+
+    def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        """Decide every job's round: how many drafts stay and which token follows. One call for the whole batch."""
+        matching = [job.rule == "coupled" or job.params.temperature == 0.0 for job in jobs]
+        if all(matching):
+            return self._judge(self._match, jobs, drafts, scores)
+        if not any(matching):
+            return self._judge(self._reject, jobs, drafts, scores)
+        accepted = self.integers([0] * len(jobs))
+        following = self.integers([0] * len(jobs))
+        faults = {}
+        for rule, wanted in ((self._match, True), (self._reject, False)):
+            chosen = [index for index, m in enumerate(matching) if m is wanted]
+            part = self._judge(
+                rule,
+                [jobs[index] for index in chosen],
+                self._take_drafts(drafts, chosen),
+                self._take_scores(scores, chosen),
+            )
+            accepted[self.integers(chosen)] = part.accepted
+            following[self.integers(chosen)] = part.next
+            faults.update({chosen[index]: fault for index, fault in part.faults.items()})
+        return Verdicts(accepted, following, faults)
+
+    def _judge(self, rule: Callable[..., Ruling], jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        """All jobs under one rule."""
+        layout = self._layout_of(drafts.counts, scores.counts)
+        controls = self._controls_of(jobs, scores.counts)
+        row_jobs = [job for job, rows in zip(jobs, scores.counts, strict=True) for _ in range(rows)]
+        depths = [depth for rows in scores.counts for depth in range(rows)]
+        positions = self._int32([len(job.tokens) + depth for job, depth in zip(row_jobs, depths, strict=True)])
+        shaped = shape(self.xp, scores.logits, controls, row_jobs, self._ancestors(drafts, scores))
+        accepted, following = rule(shaped.logits, drafts, layout, controls, positions)
+        faults = {}
+        if shaped.faults:
+            owner = [index for index, rows in enumerate(scores.counts) for _ in range(rows)]
+            faults = {owner[row]: fault for row, fault in shaped.faults.items()}
+        return Verdicts(accepted, following, faults)
+
+    def _match(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
+        if controls.all_greedy:
+            chosen = x.argmax(-1)
+        else:
+            noise = self.noise.gumbel(controls.words, positions, Stream.TARGET, x.shape[1])
+            chosen = draw(x, noise, controls.sampled)
+        return match(self.xp, chosen, drafts.tokens, layout)
+
+    def _reject(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
+        return reject(self.xp, x, drafts.tokens, drafts.probs, layout, self.noise, controls.words, positions)
+
+    def _ancestors(self, drafts: Drafts, scores: Scores) -> Callable[[int], list[int]]:
+        """Row -> the drafts it comes after. Token values are brought to the host only when a row asks."""
+        ranges: list[list[int]] = []
+
+        def ancestors(row: int) -> list[int]:
+            if not ranges:
+                tokens, start = drafts.tokens.tolist(), 0
+                for drafted, rows in zip(drafts.counts, scores.counts, strict=True):
+                    ranges.extend(tokens[start : start + depth] for depth in range(rows))
+                    start += drafted
+            return ranges[row]
+
+        return ancestors
+
+    def _take_drafts(self, drafts: Drafts, chosen: Sequence[int]) -> Drafts:
+        at = self.integers(_members(drafts.counts, chosen))
+        probs = None if drafts.probs is None else drafts.probs[at, ...]
+        return Drafts([drafts.counts[index] for index in chosen], drafts.tokens[at], probs)
+
+    def _take_scores(self, scores: Scores, chosen: Sequence[int]) -> Scores:
+        at = self.integers(_members(scores.counts, chosen))
+        return Scores([scores.counts[index] for index in chosen], scores.logits[at, ...])
+
+    def _layout_of(self, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
+        key = (tuple(drafted), tuple(rows))
+        return _remember(self._layouts, key, lambda: build_layout(self.xp, self.device, drafted, rows))
+
+    def _controls_of(self, jobs: Sequence[Job], rows: Sequence[int]) -> Controls:
+        key = (tuple([job.id for job in jobs]), tuple(rows))
+        return _remember(
+            self._controls,
+            key,
+            lambda: build_controls(
+                self.xp, self.device, [job for job, n in zip(jobs, rows, strict=True) for _ in range(n)]
+            ),
+        )
+
+    def _int32(self, values: Sequence[int]) -> Array:
+        return self.xp.asarray(values, dtype=self.xp.int32, device=self.device)
+
+
+def _members(counts: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Flat indices of the entries that belong to the chosen jobs."""
+    ends = list(accumulate(counts))
+    return [at for index in chosen for at in range(ends[index] - counts[index], ends[index])]
+
+
+def _remember(known: dict[Hashable, T], key: Hashable, build: Callable[[], T]) -> T:
+    """The value for `key`, built when it is new; the oldest is dropped when there are too many."""
+    value = known.get(key)
+    if value is None:
+        if len(known) >= REMEMBERED:
+            del known[next(iter(known))]
+        value = known[key] = build()
+    return value

@@ -1,0 +1,227 @@
+"""The one target distribution: rows of logits in, rows of shaped logits out. Used for plain decoding, acceptance,
+replacement, bonus and draft rows alike; nothing else in the project touches a distribution.
+
+Shaped logits are log-probabilities up to a constant per row, minus infinity where a token is ruled out. Every step
+runs only for the rows that ask for it. Written against the array API standard: xp is numpy or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import BackendError, OutriderError, RequestError
+from outrider.types import Array, Job, SamplingParams
+
+Ancestors = Callable[[int], Sequence[int]]  # row -> the drafted tokens between the job's tokens and this row
+
+
+@dataclass(slots=True)
+class Controls:
+    """The settings of some rows as arrays, one entry per row; None where no row needs the step."""
+
+    words: Array  # [2, R] int32: the seed
+    sampled: Array | None  # [R, 1] 1.0 where noise is added, 0.0 where greedy; None: no row is greedy
+    all_greedy: bool
+    processed: list[int]  # rows with logits processors
+    penalised: list[int]  # rows with penalties
+    bias: tuple[Array, Array, Array] | None  # rows, ids, values: [M] each
+    temperature: Array | None  # [R, 1]
+    ranked: tuple[Array, Array, Array] | None  # rows [r], top_k [r, 1], top_p [r, 1]
+    min_p: Array | None  # [R, 1] log of min_p
+    typical: tuple[Array, Array] | None  # rows [r], typical_p [r, 1]
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.processed or self.penalised or self.bias)
+
+
+def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
+    """Controls for one row per entry of `jobs` (a job may stand for several rows)."""
+
+    def column(values: Sequence[float]) -> Array:
+        return xp.asarray(values, dtype=xp.float32, device=device)[:, None]
+
+    def index(values: Sequence[int]) -> Array:
+        return xp.asarray(values, dtype=xp.int64, device=device)
+
+    params = [job.params for job in jobs]
+    greedy = [p.temperature == 0.0 for p in params]
+    # Greedy rows take the argmax before temperature and filters, so those see neutral values.
+    shaped = [_NEUTRAL if p.temperature == 0.0 else p for p in params]
+    bias = [(row, token, value) for row, p in enumerate(params) for token, value in _biases(p)]
+    ranked = [row for row, p in enumerate(shaped) if p.top_k is not None or p.top_p < 1.0]
+    typical = [row for row, p in enumerate(shaped) if p.typical_p < 1.0]
+    return Controls(
+        words=xp.asarray(
+            [[job.words[0] for job in jobs], [job.words[1] for job in jobs]], dtype=xp.int32, device=device
+        ),
+        sampled=column([float(not g) for g in greedy]) if any(greedy) else None,
+        all_greedy=all(greedy),
+        processed=[row for row, p in enumerate(params) if p.processors],
+        penalised=[row for row, p in enumerate(params) if p.penalised],
+        bias=(
+            index([row for row, _, _ in bias]),
+            index([token for _, token, _ in bias]),
+            xp.asarray([value for _, _, value in bias], dtype=xp.float32, device=device),
+        )
+        if bias
+        else None,
+        temperature=column([p.temperature for p in shaped]) if any(p.temperature != 1.0 for p in shaped) else None,
+        ranked=(
+            index(ranked),
+            column([shaped[row].top_k or math.inf for row in ranked]),
+            # 2 is "off": rounding may carry a cumulative mass just past 1
+            column([shaped[row].top_p if shaped[row].top_p < 1.0 else 2.0 for row in ranked]),
+        )
+        if ranked
+        else None,
+        min_p=column([math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in shaped])
+        if any(p.min_p > 0.0 for p in shaped)
+        else None,
+        typical=(index(typical), column([shaped[row].typical_p for row in typical])) if typical else None,
+    )
+
+
+_NEUTRAL = SamplingParams()
+
+
+def _biases(params: SamplingParams) -> list[tuple[int, float]]:
+    """Logit bias and banned ids as one list: a ban is a bias of minus infinity."""
+    banned = frozenset(params.banned)
+    shifts = [(token, value) for token, value in params.logit_bias.items() if token not in banned]
+    return shifts + [(token, -math.inf) for token in banned]
+
+
+@dataclass(slots=True)
+class Shaped:
+    """Shaped logits [R, V], and the rows that were unusable (their content is then arbitrary but harmless)."""
+
+    logits: Array
+    faults: dict[int, OutriderError]
+
+
+def shape(xp: Any, logits: Array, controls: Controls, jobs: Sequence[Job], ancestors: Ancestors) -> Shaped:
+    """The target distribution of each row, in the order of `SamplingParams`. logits [R, V], jobs [R]."""
+    faults: dict[int, OutriderError] = {}
+    x = xp.astype(logits, xp.float32, copy=controls.changes_logits)
+    for row in controls.processed:
+        _process(xp, x, row, jobs[row], ancestors(row), faults)
+    if controls.penalised:
+        _penalise(xp, x, controls.penalised, jobs, ancestors)
+    if controls.bias is not None:
+        rows, ids, values = controls.bias
+        x[rows, ids] = x[rows, ids] + values
+    peak = xp.max(x, axis=-1, keepdims=True)
+    usable = xp.isfinite(peak)
+    if not bool(xp.all(usable)):  # a NaN anywhere in a row makes its maximum NaN
+        for row in (row for row, good in enumerate(usable[:, 0].tolist()) if not good):
+            faults.setdefault(row, _diagnose(xp, logits[row, :]))
+        x = xp.where(usable, x, xp.zeros_like(x))
+        peak = xp.where(usable, peak, xp.zeros_like(peak))
+    if controls.all_greedy:
+        return Shaped(x, faults)
+    x = x - peak
+    if controls.temperature is not None:
+        x /= controls.temperature
+    if controls.ranked is not None:
+        rows, top_k, top_p = controls.ranked
+        x[rows, ...] = _keep_ranked(xp, x[rows, ...], top_k, top_p)
+    if controls.min_p is not None:
+        x = xp.where(x < controls.min_p, -xp.inf, x)
+    if controls.typical is not None:
+        rows, typical_p = controls.typical
+        x[rows, ...] = _keep_typical(xp, x[rows, ...], typical_p)
+    return Shaped(x, faults)
+
+
+def softmax(xp: Any, x: Array) -> Array:
+    """Probabilities of shaped logits. [R, V]"""
+    mass = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
+    mass /= xp.sum(mass, axis=-1, keepdims=True)
+    return mass
+
+
+def _process(xp: Any, x: Array, row: int, job: Job, ancestors: Sequence[int], faults: dict[int, OutriderError]) -> None:
+    """The user's own processors, one after another. A failing one ends this request only."""
+    tokens = [*job.tokens, *ancestors]
+    for processor in job.params.processors:
+        try:
+            x[row, :] = processor(tokens, xp.asarray(x[row, :], copy=True))
+        except Exception as error:
+            fault = RequestError(f"a logits processor failed: {error}; it must return a row of {x.shape[1]} numbers")
+            fault.param, fault.__cause__ = "processors", error
+            faults[row] = fault
+            return
+
+
+def _penalise(xp: Any, x: Array, rows: Sequence[int], jobs: Sequence[Job], ancestors: Ancestors) -> None:
+    """Repetition penalty on all earlier tokens, then presence and frequency penalties on the output's, in place.
+
+    Only tokens that occurred change, so each row touches as many logits as its history has distinct tokens.
+    """
+    at: list[int] = []
+    ids: list[int] = []
+    columns: list[tuple[float, float, float, float]] = []  # times emitted, repetition, presence, frequency
+    for row in rows:
+        params, counts = jobs[row].params, jobs[row].counts
+        assert counts is not None, "a penalised job without counts"
+        counts = dict(counts)
+        for token in ancestors(row):
+            counts[token] = counts.get(token, 0) + 1
+        for token, times in counts.items():
+            at.append(row)
+            ids.append(token)
+            columns.append((times, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+    device = x.device
+    where = (xp.asarray(at, dtype=xp.int64, device=device), xp.asarray(ids, dtype=xp.int64, device=device))
+    table = xp.asarray(columns, dtype=xp.float32, device=device)
+    times, repetition, presence, frequency = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+    values = x[where]
+    values = xp.where(values > 0, values / repetition, values * repetition)
+    values -= presence * xp.astype(times > 0, xp.float32)
+    values -= frequency * times
+    x[where] = values
+
+
+def _keep_ranked(xp: Any, x: Array, top_k: Array, top_p: Array) -> Array:
+    """The top_k highest, and of those the fewest whose mass reaches top_p. [r, V]; ties go to the lowest id."""
+    order = xp.argsort(-x, axis=-1, stable=True)
+    ranked = xp.take_along_axis(x, order, axis=-1)
+    rank = xp.arange(x.shape[1], dtype=xp.float32, device=x.device)
+    ranked = xp.where(rank < top_k, ranked, -xp.inf)
+    return _keep_mass(xp, x, order, ranked, top_p)
+
+
+def _keep_typical(xp: Any, x: Array, typical_p: Array) -> Array:
+    """The tokens whose surprise is closest to the row's entropy, until their mass reaches typical_p. [r, V]"""
+    p = softmax(xp, x)
+    possible = p > 0
+    surprise = -xp.log(xp.where(possible, p, xp.ones_like(p)))
+    entropy = xp.sum(p * surprise, axis=-1, keepdims=True)
+    distance = xp.where(possible, xp.abs(surprise - entropy), xp.inf)
+    order = xp.argsort(distance, axis=-1, stable=True)
+    return _keep_mass(xp, x, order, xp.take_along_axis(x, order, axis=-1), typical_p)
+
+
+def _keep_mass(xp: Any, x: Array, order: Array, ranked: Array, limit: Array) -> Array:
+    """Of `ranked` (x in `order`), keep tokens until their mass reaches `limit`; the one that crosses stays."""
+    mass = softmax(xp, ranked)
+    before = xp.cumulative_sum(mass, axis=-1, dtype=xp.float64) - mass
+    kept = xp.where(before < limit, ranked, -xp.inf)
+    out = xp.empty_like(x)
+    out[xp.arange(x.shape[0], device=x.device)[:, None], order] = kept
+    return out
+
+
+def _diagnose(xp: Any, row: Array) -> OutriderError:
+    """Why a row has no usable maximum."""
+    if bool(xp.any(xp.isnan(row))):
+        return BackendError("the model returned NaN logits; check its weights and number format", param="logits")
+    if not bool(xp.isfinite(xp.max(row))):
+        return BackendError("the model returned a row without finite logits; check its weights", param="logits")
+    return RequestError(
+        "banned ids, logit bias or processors leave no token to choose from; allow at least one", param="banned"
+    )

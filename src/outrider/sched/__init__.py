@@ -1,0 +1,1 @@
+"""Which jobs share the next pass. Plans integers, never touches an array."""

@@ -1,0 +1,61 @@
+"""First come, first served: jobs wait in line, run together in one batch, and read long prompts in chunks.
+
+Plans integers only. Jobs join and leave between any two passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.config import SchedulerConfig
+from outrider.types import Job, Plan
+
+
+class WidthChoice(Protocol):
+    """What `plan` needs of a width chooser's answer."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def fallback(self) -> str | None: ...
+
+
+class Scheduler:
+    """`waiting` have no slot yet, `running` do."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+
+    def add(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def admit(self, seat: Callable[[Job], bool]) -> None:
+        """Let the first in line in, while there is room. `seat` says whether the target had a slot for the job."""
+        while self.waiting and len(self.running) < self.config.max_batch and seat(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+
+    def remove(self, job: Job) -> None:
+        if job in self.running:
+            self.running.remove(job)
+        else:
+            self.waiting.remove(job)
+
+    def plan(self, choose: Callable[[Job], WidthChoice]) -> Plan:
+        """The next pass: every running job takes part."""
+        plan = Plan([], [], [], [])
+        for job in self.running:
+            if len(job.tokens) - job.cached > self.config.prefill_chunk:
+                plan.reading.append(job)
+                plan.chunks.append(self.config.prefill_chunk)
+                continue
+            choice = choose(job)
+            plan.deciding.append(job)
+            plan.widths.append(choice.width)
+            if choice.fallback is not None:
+                plan.fallbacks.append((job, choice.fallback))
+        return plan

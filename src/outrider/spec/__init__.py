@@ -1,0 +1,1 @@
+"""One round: how wide, what is fed, what it says."""

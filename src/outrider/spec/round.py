@@ -1,0 +1,116 @@
+"""Draft, score, judge: the three verbs of a round, each checked once at its border, so that faults of a plug-in
+become typed errors here and nowhere else. The engine puts them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.backends.base import Backend, ModelInfo, Spans
+from outrider.draft.base import Drafter
+from outrider.errors import BackendError, DraftError, OutriderError
+from outrider.types import Drafts, Job, Plan, Scores, Slot, Verdicts
+
+
+def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
+    """What the drafter has to say, in the target's arrays."""
+    if not any(plan.widths):
+        return Drafts([0] * len(plan.deciding), target.ops.integers([]))
+    try:
+        drafts = drafter.propose(plan.deciding, plan.widths)
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise DraftError(f"the {drafter.name} draft failed: {type(error).__name__}: {error}") from error
+    if any(count > width for count, width in zip(drafts.counts, plan.widths, strict=True)):
+        raise DraftError(f"the {drafter.name} draft proposed {drafts.counts} tokens where {plan.widths} were allowed")
+    return target.ops.adopt(drafts)
+
+
+def score(target: Backend, plan: Plan, drafts: Drafts) -> Scores:
+    """ONE target pass for prompt chunks, pending tokens and drafts alike."""
+    spans = _spans(target, plan, drafts)
+    try:
+        scores = target.score(spans)
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise BackendError(f"the target failed while scoring: {type(error).__name__}: {error}") from error
+    scores.num_fed = sum(spans.counts)
+    info = target.info
+    expected = (sum(spans.rows), info.num_columns)
+    if tuple(scores.logits.shape) != expected:
+        raise BackendError(
+            f"the target returned rows of shape {tuple(scores.logits.shape)}, wanted {expected}", param="logits"
+        )
+    if info.num_columns != info.vocab_size:
+        scores.logits = scores.logits[:, : info.vocab_size]  # padding columns stand for no token
+    return scores
+
+
+def judge(target: Backend, plan: Plan, drafts: Drafts, scores: Scores) -> Verdicts:
+    """The verdict on every deciding job."""
+    verdicts = target.ops.judge(plan.deciding, drafts, scores)
+    if drafts.faults:
+        verdicts.faults = {**verdicts.faults, **drafts.faults}
+    return verdicts
+
+
+def emitted(drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[list[int]]:
+    """The tokens each deciding job gets, before stop conditions: accepted drafts, then the next token.
+
+    Each comes from a row, so a job gets at most as many as it has rows.
+    """
+    following = verdicts.next.tolist()
+    if not any(drafts.counts):
+        return [[token] for token in following]
+    tokens, accepted, out, start = drafts.tokens.tolist(), verdicts.accepted.tolist(), [], 0
+    for drafted, rows, kept, token in zip(drafts.counts, scores.counts, accepted, following, strict=True):
+        out.append([*tokens[start : start + kept], token][:rows])
+        start += drafted
+    return out
+
+
+def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
+    """What the target is fed. A target that cannot rewind is not fed the draft: its last known row judges it."""
+    info = target.info
+    proposals = _proposals(info, drafts)
+    fed: list[int] = []
+    slots: list[Slot] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    rows: list[int] = []
+    for job, chunk in zip(plan.reading, plan.chunks, strict=True):
+        fed += job.tokens[job.cached : job.cached + chunk]
+        _append(job, slots, starts)
+        counts.append(chunk)
+        rows.append(0)
+    for job, proposal in zip(plan.deciding, proposals, strict=True):
+        ahead = proposal if info.max_rewind != 0 else []
+        fed += job.tokens[job.cached :]
+        fed += ahead
+        _append(job, slots, starts)
+        counts.append(len(job.tokens) - job.cached + len(ahead))
+        rows.append(len(ahead) + 1)
+    return Spans(slots, starts, counts, rows, target.ops.integers(fed))
+
+
+def _append(job: Job, slots: list[Slot], starts: list[int]) -> None:
+    assert job.slot is not None, f"job {job.id} is in a plan without a slot"
+    slots.append(job.slot)
+    starts.append(job.cached)
+
+
+def _proposals(info: ModelInfo, drafts: Drafts) -> Sequence[list[int]]:
+    """The drafted tokens per job, checked to be tokens."""
+    if not any(drafts.counts):
+        return [[]] * len(drafts.counts)
+    tokens = drafts.tokens.tolist()
+    if min(tokens) < 0 or max(tokens) >= info.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < info.vocab_size)
+        raise DraftError(f"the draft proposed token {wrong}; ids run from 0 to {info.vocab_size - 1}", param="draft")
+    out, start = [], 0
+    for count in drafts.counts:
+        out.append(tokens[start : start + count])
+        start += count
+    return out

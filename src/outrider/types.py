@@ -1,0 +1,327 @@
+"""The nouns of the engine: Request, SamplingParams, Job, Plan, Drafts, Scores, Verdicts, Event (and Result).
+
+Drafts, Scores and Verdicts are one struct of arrays per round. Counts are known on the host; tokens, rows,
+accepted lengths and next tokens are arrays of whatever library the backend computes with, and may stay on a device.
+This module holds data only; the loop is in `engine/engine.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any, Literal, NewType, Protocol
+
+from outrider.errors import EmptyPromptError, OutriderError, RequestError
+from outrider.metrics import Statistics
+
+Array = Any  # numpy.ndarray or torch.Tensor: the sampling math is written once, against the array API standard
+Slot = NewType("Slot", int)  # names one sequence inside a backend
+Rule = Literal["rejection", "coupled"]
+Prompt = str | Sequence[int]
+LogitsProcessor = Callable[[Sequence[int], Array], Array]  # (tokens so far, row [V]) -> row [V]
+OnToken = Callable[[int, str], bool | None]  # (token id, its text) -> False to stop after this token
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. An error is raised instead."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+def _number(value: object, name: str, *, low: float, high: float = math.inf, above: bool = False) -> None:
+    """`value` must be a number in [low, high], or (low, high] when `above`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, got {value!r}", param=name)
+    if not low <= value <= high or (above and value == low) or math.isinf(value):
+        lower = "above" if above else "at least"
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        lower_text = "finite" if math.isinf(low) else f"{lower} {low:g}"
+        raise RequestError(f"{name} must be {lower_text}{upper}, got {value}", param=name)
+
+
+def _whole(value: object, name: str, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number, got {value!r}", param=name)
+    if value < least:
+        raise RequestError(f"{name} must be at least {least}, got {value}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The target distribution of a request: what is done to a row of logits before a token is drawn.
+
+    Applied in this order: processors, repetition penalty (prompt and output), presence and frequency penalties
+    (output), logit bias, banned ids; then temperature; then top-k, top-p, min-p, typical-p. Temperature 0 takes
+    the argmax after the first group. `accept="auto"` is `coupled` when a seed is given, else `rejection`.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned: Collection[int] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
+    seed: int | None = None
+    accept: Literal["auto", "rejection", "coupled"] = "auto"
+
+    def __post_init__(self) -> None:
+        _number(self.temperature, "temperature", low=0.0)
+        if self.top_k is not None:
+            _whole(self.top_k, "top_k", least=1)
+        _number(self.top_p, "top_p", low=0.0, high=1.0, above=True)
+        _number(self.min_p, "min_p", low=0.0, high=1.0)
+        _number(self.typical_p, "typical_p", low=0.0, high=1.0, above=True)
+        _number(self.repetition_penalty, "repetition_penalty", low=0.0, above=True)
+        _number(self.presence_penalty, "presence_penalty", low=-math.inf)
+        _number(self.frequency_penalty, "frequency_penalty", low=-math.inf)
+        for token, bias in self.logit_bias.items():
+            if bias != -math.inf:  # minus infinity bans the token, a finite number shifts it
+                _number(bias, f"logit_bias[{token}]", low=-math.inf)
+        if self.seed is not None:
+            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+                raise RequestError(f"seed must be a whole number or None, got {self.seed!r}", param="seed")
+            if not -(1 << 63) <= self.seed < 1 << 64:
+                raise RequestError(f"seed must fit into 64 bits, got {self.seed}", param="seed")
+        if self.accept not in ("auto", "rejection", "coupled"):
+            raise RequestError(f"accept must be auto, rejection or coupled, got {self.accept!r}", param="accept")
+
+    @property
+    def rule(self) -> Rule:
+        if self.accept != "auto":
+            return self.accept
+        return "rejection" if self.seed is None else "coupled"
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked: a prompt, when to stop, how to sample, how to speculate.
+
+    `max_tokens=None` answers until the context ends. `width=None` and `method=None` take the engine's; width 0 or
+    method "none" is plain decoding. `choice` is the index of an answer among several with one seed.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    deadline_s: float | None = None
+    width: int | None = None
+    method: str | None = None
+    choice: int = 0
+    on_token: OnToken | None = None
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise EmptyPromptError("the prompt is empty; give at least one token", param="prompt")
+        if self.max_tokens is not None:
+            _whole(self.max_tokens, "max_tokens", least=1)
+        if isinstance(self.stop, str):
+            raise RequestError(f"stop takes a list of strings; write [{self.stop!r}]", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or text == "":
+                raise RequestError(f"stop takes non-empty strings, got {text!r}", param="stop")
+        if self.deadline_s is not None:
+            _number(self.deadline_s, "deadline_s", low=0.0)
+        if self.width is not None:
+            _whole(self.width, "width", least=0)
+        _whole(self.choice, "choice", least=0)
+
+    @classmethod
+    def of(cls, prompt: Prompt | Request, settings: Mapping[str, Any]) -> Request:
+        """A request from a prompt and flat settings (`max_tokens=..., temperature=...`); unknown names are refused."""
+        if isinstance(prompt, Request):
+            if settings:
+                raise RequestError(
+                    f"{sorted(settings)[0]} was given beside a Request; set it in the Request",
+                    param=sorted(settings)[0],
+                )
+            return prompt
+        own = {f.name for f in fields(cls)} - {"prompt"}
+        sampling = {f.name for f in fields(SamplingParams)}
+        for name in settings:
+            if name not in own and name not in sampling:
+                near = get_close_matches(name, own | sampling, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(own | sampling))}"
+                raise RequestError(f"{name} is not a setting{hint}", param=name)
+        mine = {name: value for name, value in settings.items() if name in own}
+        drawn = {name: value for name, value in settings.items() if name in sampling}
+        if drawn and "sampling" in mine:
+            raise RequestError(f"{sorted(drawn)[0]} was given beside sampling=; set it there", param=sorted(drawn)[0])
+        if isinstance(mine.get("stop"), str):
+            mine["stop"] = (mine["stop"],)
+        if drawn:
+            mine["sampling"] = SamplingParams(**drawn)
+        return cls(prompt=prompt, **mine)
+
+
+class TextOut(Protocol):
+    """Text of the emitted tokens, as far as it may be shown (see `tokenizer.TextStream`)."""
+
+    stopped: bool
+
+    @property
+    def text(self) -> str: ...
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+_job_ids = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request being worked on. `cached` tokens in the target's cache chase `len(tokens)`.
+
+    Prompt chunk, decode, draft and replay are all that one difference:
+
+        tokens  [ prompt ............ | emitted ...... ]
+        cached  [ ................ )                       fed next: tokens[cached:] and this round's drafts
+
+    After every round of a job that has its prompt behind it, the cache holds exactly tokens[:-1].
+    """
+
+    request: Request
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    seed: int
+    rule: Rule
+    words: tuple[int, int]  # the seed as noise.seed_words gives it
+    limit: int  # the length at which the answer ends: max_tokens or the context
+    stop_ids: frozenset[int]
+    width: int  # what was asked for; the round may choose less
+    arrival: float
+    deadline: float | None = None
+    text: TextOut | None = None
+    counts: dict[int, int] | None = None  # token -> times emitted, prompt tokens with 0; only for penalties
+    slot: Slot | None = None
+    cached: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+    outbox: deque[Event] | None = None  # events wait here for a stream that reads them
+    cancelled: bool = False  # set from any thread, read once a round
+    finish_reason: FinishReason | None = None
+    result: Result | None = None
+    error: BaseException | None = None
+    id: int = field(default_factory=lambda: next(_job_ids))
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(slots=True)
+class Plan:
+    """One pass in integers: who reads a piece of prompt, and who decides tokens, how wide."""
+
+    reading: list[Job]
+    chunks: list[int]  # tokens each reading job is fed; no row is wanted
+    deciding: list[Job]
+    widths: list[int]  # the most tokens that may be drafted for each deciding job
+    fallbacks: list[tuple[Job, str]] = field(default_factory=list)  # who got less width than asked, and why
+
+    @property
+    def jobs(self) -> list[Job]:
+        return self.reading + self.deciding
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The proposals of a round, job after job: `counts[b]` tokens belong to job b.
+
+    `probs` are the rows the tokens were drawn from, a one-hot row where a token was not sampled; None says that all
+    are one-hot. `steps` counts passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the
+    jobs (by index) that the draft failed.
+    """
+
+    counts: list[int]
+    tokens: Array  # [N] integers
+    probs: Array | None = None  # [N, V]
+    steps: int = 0
+    fallbacks: list[tuple[Job, str]] = field(default_factory=list)
+    faults: dict[int, OutriderError] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Scores:
+    """The target's rows of a pass, job after job: `counts[b]` rows belong to deciding job b.
+
+    Row i is the target's opinion after i drafted tokens: it judges draft i, and the last one draws the bonus.
+    """
+
+    counts: list[int]
+    logits: Array  # [R, V]
+    num_fed: int = 0  # tokens the pass was fed: what its time is held against
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What the judge decided: `accepted[b]` leading drafts of job b stay, then comes `next[b]`.
+
+    A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
+    `faults` names the jobs whose rows were unusable.
+    """
+
+    accepted: Array  # [B]
+    next: Array  # [B]
+    faults: dict[int, OutriderError] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Event:
+    """What a caller sees of one round: the emitted tokens and where they came from.
+
+    The first `accepted` tokens were drafted and kept; the one after them, if any, is the replacement of a refused
+    draft, or the bonus when all of `drafts` were kept, or a plain token when nothing was drafted.
+    The last event of a request carries its `result`.
+    """
+
+    request_id: str
+    tokens: list[int]
+    text: str
+    drafts: list[int]
+    accepted: int
+    result: Result | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer. `seed` and `rule` together repeat the run; stop and EOS ids are in `token_ids`, not in `text`."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    seed: int
+    rule: Rule
+    statistics: Statistics
