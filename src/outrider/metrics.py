@@ -97,8 +97,8 @@ class Statistics:
     rejected: int = 0
     bonus: int = 0
     unread: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    rounds_by_drafted: dict[int, int] = field(default_factory=dict)
+    rounds_by_accepted: dict[int, int] = field(default_factory=dict)
     passes: int = 0
     draft_steps: int = 0
     draft_s: float = 0.0
@@ -125,13 +125,8 @@ class Statistics:
         self.unread += drafted - kept - refused
         if emitted > drafted:
             self.bonus += 1
-        while len(self.drafted_at) < drafted:
-            self.drafted_at.append(0)
-            self.accepted_at.append(0)
-        for position in range(drafted):
-            self.drafted_at[position] += 1
-        for position in range(kept):
-            self.accepted_at[position] += 1
+        self.rounds_by_drafted[drafted] = self.rounds_by_drafted.get(drafted, 0) + 1
+        self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + 1
 
     def add_pass(self, times: PassTimes, batch: int, speculative: bool, tokens: int) -> None:
         """One pass was taken part in."""
@@ -158,7 +153,11 @@ class Statistics:
     @property
     def accepted_by_position(self) -> list[float]:
         """Share of the drafts at each place of a proposal that were kept."""
-        return [kept / drafted for kept, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+        widest = max(self.rounds_by_drafted, default=0)
+        return [
+            _rounds_past(self.rounds_by_accepted, place) / _rounds_past(self.rounds_by_drafted, place)
+            for place in range(widest)
+        ]
 
     @property
     def draft_step_cost(self) -> float | None:
@@ -224,3 +223,8 @@ class Statistics:
             "fallbacks": dict(self.fallbacks),
             "advice": self.advice,
         }
+
+
+def _rounds_past(histogram: dict[int, int], place: int) -> int:
+    """Rounds whose count goes beyond `place`."""
+    return sum(rounds for count, rounds in histogram.items() if count > place)

@@ -132,9 +132,9 @@ class ModelDrafter:
         return scores.logits[:, : self.backend.info.vocab_size]
 
     def _settle(self, job: Job, seat: Seat) -> None:
-        """Keep the drafts that were emitted, rewind the others."""
+        """Keep the drafts that were emitted, rewind the others. The last token stays unread: its row comes next."""
         kept = 0
-        for token, emitted in zip(seat.ahead, job.tokens[seat.length :], strict=False):
+        for token, emitted in zip(seat.ahead, job.tokens[seat.length : -1], strict=False):
             if token != emitted:
                 break
             kept += 1

@@ -53,6 +53,8 @@ class Engine:
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._jobs: dict[str, Job] = {}
         self._num_requests = 0
+        self._num_deadlines = 0  # jobs that have one
+        self._look_at_queue = False  # set when a job is cancelled, from any thread
         self._lock = threading.RLock()  # held for one step at a time
         self._is_open = True
 
@@ -114,8 +116,12 @@ class Engine:
     def _admit(self) -> list[Event]:
         """End what was cancelled or is late, and let waiting jobs in."""
         now = self.clock.now()
+        watched = list(self.scheduler.running)
+        if self._look_at_queue or self._num_deadlines:  # a long queue is only walked when something may have happened
+            self._look_at_queue = False
+            watched += self.scheduler.waiting
         events = []
-        for job in [*self.scheduler.running, *self.scheduler.waiting]:
+        for job in watched:
             reason = _interruption(job, now)
             if reason is not None:
                 events.append(self._finish(job, reason, _silence(job)))
@@ -217,6 +223,7 @@ class Engine:
     def _release(self, job: Job) -> None:
         self.scheduler.remove(job)
         del self._jobs[job.request_id]
+        self._num_deadlines -= job.deadline is not None
         self.drafter.forget(job)
         if job.slot is not None:
             self.target.close(job.slot)
@@ -268,6 +275,7 @@ class Engine:
         if job is None:
             return False
         job.cancelled = True
+        self._look_at_queue = True
         return True
 
     def next_event(self, job: Job) -> Event | None:
@@ -313,13 +321,15 @@ class Engine:
                     if len(prompts) == 1:
                         raise
                     raise type(error)(f"prompt {index}: {error.message}", param=error.param) from None
-            names = [job.request_id for job in jobs]
-            for name in names:
-                if name in self._jobs or names.count(name) > 1:
-                    raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+            names = set(self._jobs)
+            for job in jobs:
+                if job.request_id in names:
+                    raise RequestError(f"request_id {job.request_id!r} is in use; choose another", param="request_id")
+                names.add(job.request_id)
             for job in jobs:
                 job.outbox = deque() if streaming else None
                 self._jobs[job.request_id] = job
+                self._num_deadlines += job.deadline is not None
                 self.scheduler.add(job)
             return jobs
 

@@ -14,6 +14,8 @@ class Driver(Protocol):
 
     def retire(self, job: Job) -> None: ...
 
+    def cancel(self, request_id: str) -> bool: ...
+
 
 class Stream:
     """Events of one request, one per round; the last carries the result. Leaving early ends the request."""
@@ -34,7 +36,7 @@ class Stream:
 
     def cancel(self) -> None:
         """From any thread: the request ends within the present round, and the last event says so."""
-        self._job.cancelled = True
+        self._engine.cancel(self.request_id)
 
     def close(self) -> None:
         """The reader is done: a request that has not ended is ended, and what it held is free."""
@@ -47,4 +49,4 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self._job.cancelled = True  # nobody can read on: the next step drops it
+        self.cancel()  # nobody can read on: the next step drops it

@@ -100,7 +100,7 @@ def reject(
         return Ruling(layout.drafted, draw(x, noise.gumbel(words, positions, Stream.TARGET, x.shape[1]), None))
     target = softmax(xp, x)
     uniform = noise.uniform(words[:, layout.judge], positions[layout.judge], Stream.ACCEPT)
-    keep = uniform * draft_chance(xp, tokens, probs) < target[layout.judge, tokens]  # u < p/q, never dividing by q
+    keep = kept(uniform, target[layout.judge, tokens], draft_chance(xp, tokens, probs))
     accepted = leading(xp, keep, layout)
     row = xp.minimum(layout.first + accepted, layout.last)
     refused = accepted < layout.drafted
@@ -114,6 +114,11 @@ def reject(
     stream = xp.where(refused, int(Stream.REPLACE), int(Stream.TARGET))
     stream = xp.astype(stream, xp.int32)
     return Ruling(accepted, draw(source, noise.gumbel(words[:, row], positions[row], stream, x.shape[1]), None))
+
+
+def kept(uniform: Array, target: Array, draft: Array | float) -> Array:
+    """Whether each draft stays: u < p/q, without dividing: q = 0 is no special case, and p = 0 never stays."""
+    return uniform * draft < target
 
 
 def draft_chance(xp: Any, tokens: Array, probs: Array | None) -> Array | float:

@@ -27,11 +27,11 @@ class Controls:
     all_greedy: bool
     processed: list[int]  # rows with logits processors
     penalised: list[int]  # rows with penalties
-    bias: tuple[Array, Array, Array] | None  # rows, ids, values: [M] each
-    temperature: Array | None  # [R, 1]
-    ranked: tuple[Array, Array, Array] | None  # rows [r], top_k [r, 1], top_p [r, 1]
-    min_p: Array | None  # [R, 1] log of min_p
-    typical: tuple[Array, Array] | None  # rows [r], typical_p [r, 1]
+    bias: tuple[Array, Array, Array] | None = None  # rows, ids, values: [M] each
+    temperature: Array | None = None  # [R, 1]
+    ranked: tuple[Array, Array, Array] | None = None  # rows [r], top_k [r, 1], top_p [r, 1]
+    min_p: Array | None = None  # [R, 1] log of min_p
+    typical: tuple[Array, Array] | None = None  # rows [r], typical_p [r, 1]
 
     @property
     def changes_logits(self) -> bool:
@@ -47,45 +47,43 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
     def index(values: Sequence[int]) -> Array:
         return xp.asarray(values, dtype=xp.int64, device=device)
 
-    params = [job.params for job in jobs]
-    greedy = [p.temperature == 0.0 for p in params]
-    # Greedy rows take the argmax before temperature and filters, so those see neutral values.
-    shaped = [_NEUTRAL if p.temperature == 0.0 else p for p in params]
-    bias = [(row, token, value) for row, p in enumerate(params) for token, value in _biases(p)]
-    ranked = [row for row, p in enumerate(shaped) if p.top_k is not None or p.top_p < 1.0]
-    typical = [row for row, p in enumerate(shaped) if p.typical_p < 1.0]
-    return Controls(
+    def rows_where(test: Callable[[SamplingParams], object]) -> list[int]:
+        # Asked of each distinct setting first: most batches use few controls, and a changing batch is built anew.
+        if not any(map(test, distinct)):
+            return []
+        return [row for row, p in enumerate(params) if test(p)]
+
+    params = [job.request.sampling for job in jobs]
+    distinct = list({id(p): p for p in params}.values())
+    greedy = rows_where(lambda p: p.temperature == 0.0)
+    if greedy:  # they take the argmax before temperature and filters, so those see neutral values
+        sampled = column([0.0 if p.temperature == 0.0 else 1.0 for p in params])
+    ruled = rows_where(lambda p: p.logit_bias or p.banned)
+    controls = Controls(
         words=xp.asarray(
             [[job.words[0] for job in jobs], [job.words[1] for job in jobs]], dtype=xp.int32, device=device
         ),
-        sampled=column([float(not g) for g in greedy]) if any(greedy) else None,
-        all_greedy=all(greedy),
-        processed=[row for row, p in enumerate(params) if p.processors],
-        penalised=[row for row, p in enumerate(params) if p.penalised],
-        bias=(
-            index([row for row, _, _ in bias]),
-            index([token for _, token, _ in bias]),
-            xp.asarray([value for _, _, value in bias], dtype=xp.float32, device=device),
-        )
-        if bias
-        else None,
-        temperature=column([p.temperature for p in shaped]) if any(p.temperature != 1.0 for p in shaped) else None,
-        ranked=(
-            index(ranked),
-            column([shaped[row].top_k or math.inf for row in ranked]),
-            # 2 is "off": rounding may carry a cumulative mass just past 1
-            column([shaped[row].top_p if shaped[row].top_p < 1.0 else 2.0 for row in ranked]),
-        )
-        if ranked
-        else None,
-        min_p=column([math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in shaped])
-        if any(p.min_p > 0.0 for p in shaped)
-        else None,
-        typical=(index(typical), column([shaped[row].typical_p for row in typical])) if typical else None,
+        sampled=sampled if greedy else None,
+        all_greedy=len(greedy) == len(jobs),
+        processed=rows_where(lambda p: p.processors),
+        penalised=rows_where(lambda p: p.penalised),
     )
-
-
-_NEUTRAL = SamplingParams()
+    if ruled:
+        bias = [(row, token, value) for row in ruled for token, value in _biases(params[row])]
+        rows, ids, values = zip(*bias, strict=True)
+        controls.bias = (index(rows), index(ids), xp.asarray(values, dtype=xp.float32, device=device))
+    if rows_where(lambda p: p.temperature not in (0.0, 1.0)):
+        controls.temperature = column([p.temperature or 1.0 for p in params])
+    if ranked := rows_where(lambda p: p.temperature and (p.top_k is not None or p.top_p < 1.0)):
+        # top_p 2 is "off": rounding may carry a cumulative mass just past 1
+        top_p = [params[row].top_p if params[row].top_p < 1.0 else 2.0 for row in ranked]
+        controls.ranked = (index(ranked), column([params[row].top_k or math.inf for row in ranked]), column(top_p))
+    if rows_where(lambda p: p.temperature and p.min_p > 0.0):
+        floor = [math.log(p.min_p) if p.temperature and p.min_p > 0.0 else -math.inf for p in params]
+        controls.min_p = column(floor)
+    if typical := rows_where(lambda p: p.temperature and p.typical_p < 1.0):
+        controls.typical = (index(typical), column([params[row].typical_p for row in typical]))
+    return controls
 
 
 def _biases(params: SamplingParams) -> list[tuple[int, float]]:

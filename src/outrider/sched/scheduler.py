@@ -6,7 +6,7 @@ Plans integers only. Jobs join and leave between any two passes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from outrider.config import SchedulerConfig
@@ -29,26 +29,29 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self._running: dict[int, Job] = {}  # by id, in order of arrival: leaving costs the same in any batch
+
+    @property
+    def running(self) -> Collection[Job]:
+        return self._running.values()
 
     def add(self, job: Job) -> None:
         self.waiting.append(job)
 
     def admit(self, seat: Callable[[Job], bool]) -> None:
         """Let the first in line in, while there is room. `seat` says whether the target had a slot for the job."""
-        while self.waiting and len(self.running) < self.config.max_batch and seat(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+        while self.waiting and len(self._running) < self.config.max_batch and seat(self.waiting[0]):
+            job = self.waiting.popleft()
+            self._running[job.id] = job
 
     def remove(self, job: Job) -> None:
-        if job in self.running:
-            self.running.remove(job)
-        else:
+        if self._running.pop(job.id, None) is None:
             self.waiting.remove(job)
 
     def plan(self, choose: Callable[[Job], WidthChoice]) -> Plan:
         """The next pass: every running job takes part."""
         plan = Plan([], [], [], [])
-        for job in self.running:
+        for job in self._running.values():
             if len(job.tokens) - job.cached > self.config.prefill_chunk:
                 plan.reading.append(job)
                 plan.chunks.append(self.config.prefill_chunk)

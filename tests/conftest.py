@@ -1,0 +1,48 @@
+"""After every step of every engine in every test: target cache, draft cache and emitted tokens agree."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from outrider.backends.mock import MockBackend
+from outrider.draft.model import ModelDrafter
+from outrider.engine.engine import Engine
+
+settings.register_profile("outrider", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("outrider")
+
+
+def check_caches(engine: Engine) -> None:
+    """The target holds tokens[:-1] (a prefix of the prompt while it reads), the draft a prefix, and nobody else any."""
+    engine.check()
+    if isinstance(engine.target, MockBackend):
+        assert engine.target.num_slots == len(engine.scheduler.running), "the target holds slots of nobody"
+        for job in engine.scheduler.running:
+            held = engine.target.cached(job.slot)
+            assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
+            if len(job.tokens) > job.num_prompt:
+                assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
+    drafter = engine.drafter
+    if isinstance(drafter, ModelDrafter) and isinstance(drafter.backend, MockBackend):
+        assert drafter.backend.num_slots == len(drafter.seats)
+        running = {job.id: job for job in engine.scheduler.running}
+        assert drafter.seats.keys() <= running.keys(), "the draft holds slots of jobs that are over"
+        for job_id, seat in drafter.seats.items():
+            held = drafter.backend.cached(seat.slot)
+            tokens = running[job_id].tokens
+            assert held == tokens[: len(held)], f"draft holds {held}, tokens are {tokens}"
+
+
+@pytest.fixture(autouse=True)
+def caches_agree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("blind"):
+        return
+    step = Engine.step
+
+    def checked(engine: Engine):
+        events = step(engine)
+        check_caches(engine)
+        return events
+
+    monkeypatch.setattr(Engine, "step", checked)

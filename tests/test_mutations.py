@@ -1,0 +1,270 @@
+"""The oracles can fail: every trap that earlier implementations fell into is put in on purpose, and is seen.
+
+One test per trap (numbers as in the project's requirements). 5,000 generations show each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.backends.mock import MockBackend
+from outrider.draft.model import ModelDrafter, Seat
+from outrider.engine.engine import Engine
+from outrider.errors import BackendError
+from outrider.sampling import accept, ops
+from outrider.sampling.noise import Noise
+from outrider.sampling.warp import softmax
+from outrider.spec import round as spec_round
+from outrider.types import Drafts, Job, Plan, Scores, Slot
+
+from cases import PROMPT, TARGET, Case, measure
+from oracle import SIGNIFICANCE
+
+GENERATIONS = 5_000
+MODEL = Case("model", width=3)
+NUCLEUS = replace(MODEL, controls={"top_p": 0.6})
+Patch = pytest.MonkeyPatch
+
+
+def is_seen(case: Case, mutate: Callable[[Patch], None], patch: Patch) -> bool:
+    """The law holds before the mutation and is violated after it."""
+    assert measure(case, GENERATIONS) > SIGNIFICANCE
+    mutate(patch)
+    return measure(case, GENERATIONS) < SIGNIFICANCE
+
+
+def test_trap_1_the_next_positions_row_judges_a_draft(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        build = accept.build_layout
+
+        def shifted(xp: Any, device: Any, drafted: Sequence[int], rows: Sequence[int]) -> accept.Layout:
+            layout = build(xp, device, drafted, rows)
+            return layout._replace(judge=np.minimum(layout.judge + 1, sum(rows) - 1))
+
+        patch.setattr(ops, "build_layout", shifted)
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+def test_trap_1_the_last_token_is_fed_twice(monkeypatch: Patch) -> None:
+    """The mock screams, and the scream reaches the caller as a typed error."""
+    spans_of = spec_round._spans
+
+    def twice(target: MockBackend, plan: Plan, drafts: Drafts) -> Any:
+        for job in plan.deciding:
+            job.cached = max(0, job.cached - 1)
+        return spans_of(target, plan, drafts)
+
+    monkeypatch.setattr(spec_round, "_spans", twice)
+    with pytest.raises(BackendError, match="holds 3 tokens but was fed position 2"):
+        MODEL.engine().generate(MODEL.requests(1))
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_trap_2_the_residual_of_another_position(monkeypatch: Patch, offset: int) -> None:
+    def mutate(patch: Patch) -> None:
+        residual = accept.residual
+
+        def displaced(xp: Any, target: Any, refused: Any, tokens: Any, probs: Any) -> Any:
+            return residual(xp, target, np.clip(refused + offset, 0, len(tokens) - 1), tokens, probs)
+
+        patch.setattr(accept, "residual", displaced)
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+def test_trap_2_a_one_hot_stand_in_for_the_draft_row(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        residual = accept.residual
+        patch.setattr(accept, "residual", lambda xp, p, refused, tokens, probs: residual(xp, p, refused, tokens, None))
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+def test_trap_3_a_greedy_draft_that_reports_its_softmax(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        def draft(self: ops.SamplingOps, jobs: Any, drafted: Any, logits: Any) -> ops.Drawn:
+            return ops.Drawn(logits.argmax(-1), softmax(self.xp, logits), {})
+
+        patch.setattr(ops.SamplingOps, "draft", draft)
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+def keep_the_refused(patch: Patch) -> None:
+    """After a refusal the refused token stays in the target's cache, and the replacement never enters it."""
+    rewind, feed, length = MockBackend.rewind, MockBackend._feed, MockBackend.length
+    stale: set[tuple[MockBackend, Slot]] = set()
+
+    def keep(self: MockBackend, slots: Sequence[Slot], lengths: Sequence[int]) -> None:
+        for slot, kept in zip(slots, lengths, strict=True):
+            if len(self._tokens[slot]) > kept:
+                rewind(self, slot, kept + 1)
+                stale.add((self, slot))
+
+    def skip_first(self: MockBackend, slot: Slot, start: int, fed: Sequence[int]) -> None:
+        if (self, slot) in stale:
+            stale.remove((self, slot))
+            start, fed = start + 1, fed[1:]
+        feed(self, slot, start, fed)
+
+    patch.setattr(MockBackend, "keep", keep)
+    patch.setattr(MockBackend, "_feed", skip_first)
+    patch.setattr(MockBackend, "length", lambda self, slot: length(self, slot) - ((self, slot) in stale))
+
+
+@pytest.mark.blind
+@pytest.mark.parametrize("case", [MODEL, Case("scripted", draft="scripted")])
+def test_trap_4_the_refused_token_stays_in_the_cache_law(monkeypatch: Patch, case: Case) -> None:
+    assert is_seen(case, keep_the_refused, monkeypatch)
+
+
+def test_trap_4_the_refused_token_stays_in_the_cache_contents(monkeypatch: Patch) -> None:
+    keep_the_refused(monkeypatch)
+    with pytest.raises(AssertionError, match="target holds"):
+        measure(MODEL, 100)
+
+
+def test_trap_5_new_tokens_never_reach_the_draft(monkeypatch: Patch) -> None:
+    """The law does not depend on the draft's cache, its contents do."""
+    settle = ModelDrafter._settle
+
+    def careless(self: ModelDrafter, job: Job, seat: Seat) -> None:
+        settle(self, job, seat)
+        missing = len(job.tokens) - seat.length
+        self.backend._feed(seat.slot, seat.length, [0] * missing)
+        seat.length += missing
+
+    monkeypatch.setattr(ModelDrafter, "_settle", careless)
+    with pytest.raises(AssertionError, match="draft holds"):
+        measure(MODEL, 100)
+
+
+@pytest.mark.blind
+def test_trap_5_a_checkpoint_of_an_earlier_request(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        def seat(self: Engine, job: Job) -> bool:
+            job.slot = self.target.load({"tokens": [2, *PROMPT[1:-1]]})
+            job.cached = len(PROMPT) - 1
+            return True
+
+        patch.setattr(Engine, "_seat", seat)
+
+    assert is_seen(Case("plain", draft="none", width=0), mutate, monkeypatch)
+
+
+def test_trap_6_a_hash_of_p_and_q_for_a_random_number(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        def hashed(uniform: Any, target: Any, draft: Any) -> Any:
+            return np.modf(np.abs(np.sin(target * 12.9898 + draft * 78.233)) * 43758.5453)[0] * draft < target
+
+        patch.setattr(accept, "kept", hashed)
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+def mutated_bits(patch: Patch, change: Callable[..., Any]) -> None:
+    bits = Noise.bits
+    patch.setattr(Noise, "bits", lambda self, *key: bits(self, *change(*key)))
+
+
+def test_trap_6_one_number_for_drawing_accepting_and_replacing(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        mutated_bits(patch, lambda words, positions, stream, count: (words, positions, 0, count))
+
+    assert is_seen(MODEL, mutate, monkeypatch)
+
+
+@pytest.mark.parametrize("case", [MODEL, replace(MODEL, rule="coupled"), Case("plain", draft="none", width=0)])
+def test_trap_6_the_same_numbers_at_every_position(monkeypatch: Patch, case: Case) -> None:
+    def mutate(patch: Patch) -> None:
+        mutated_bits(patch, lambda words, positions, stream, count: (words, positions * 0, stream, count))
+
+    assert is_seen(case, mutate, monkeypatch)
+
+
+def test_trap_6_one_global_generator(monkeypatch: Patch) -> None:
+    """The law may hold, but a seed no longer means anything."""
+    generator = np.random.default_rng(0)
+
+    def advance(self: Noise, words: Any, positions: Any, stream: Any, count: int) -> Any:
+        return generator.integers(-(2**31), 2**31, (len(positions), count), dtype=np.int32)
+
+    case = replace(MODEL, rule="coupled")
+    alone, again = (case.engine().generate(case.requests(20)) for _ in range(2))
+    assert [r.token_ids for r in alone] == [r.token_ids for r in again]
+    monkeypatch.setattr(Noise, "bits", advance)
+    alone, again = (case.engine().generate(case.requests(20)) for _ in range(2))
+    assert [r.token_ids for r in alone] != [r.token_ids for r in again]
+
+
+def passes_per_round(case: Case) -> float:
+    engine = case.engine()
+    result = engine.generate(case.requests(1))[0]
+    assert isinstance(engine.target, MockBackend)
+    return engine.target.num_passes / result.statistics.rounds
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 5])
+def test_trap_7_one_pass_a_round(width: int) -> None:
+    """Plain decoding included: a round is one pass, and the prompt's is the first token's."""
+    assert passes_per_round(Case("passes", width=width)) == 1
+
+
+@pytest.mark.blind
+def test_trap_7_token_by_token_verification_is_seen(monkeypatch: Patch) -> None:
+    def slowly(self: MockBackend, spans: Any) -> Scores:
+        rows, at = [], 0
+        for slot, start, count, wanted in zip(spans.slots, spans.starts, spans.counts, spans.rows, strict=True):
+            for place in range(count):
+                last = replace(spans, slots=[slot], starts=[start + place], counts=[1], rows=[1])
+                last.tokens = spans.tokens[at + place : at + place + 1]
+                if place >= count - wanted:
+                    rows.append(score(self, last).logits)
+                else:
+                    score(self, last)
+            at += count
+        return Scores([wanted for wanted in spans.rows if wanted], np.concatenate(rows))
+
+    score = MockBackend.score
+    case = Case("slow", width=3)
+    expected = case.engine().generate(case.requests(1))[0].token_ids
+    monkeypatch.setattr(MockBackend, "score", slowly)
+    assert case.engine().generate(case.requests(1))[0].token_ids == expected
+    assert passes_per_round(case) > 2
+
+
+@pytest.mark.parametrize("draft", ["model", "scripted"])
+def test_trap_8_top_p_ignored_when_speculating(monkeypatch: Patch, draft: str) -> None:
+    def mutate(patch: Patch) -> None:
+        shape = ops.shape
+
+        def forgetful(xp: Any, logits: Any, controls: Any, jobs: Any, ancestors: Any) -> Any:
+            if len(jobs) > len({job.id for job in jobs}):
+                controls = replace(controls, ranked=None)
+            return shape(xp, logits, controls, jobs, ancestors)
+
+        patch.setattr(ops, "shape", forgetful)
+
+    assert is_seen(replace(NUCLEUS, draft=draft), mutate, monkeypatch)
+
+
+def test_penalties_that_do_not_see_drafted_ancestors(monkeypatch: Patch) -> None:
+    """History means the tokens before a position, drafted ones included."""
+
+    def mutate(patch: Patch) -> None:
+        patch.setattr(ops.SamplingOps, "_ancestors", lambda self, drafts, scores: lambda row: [])
+
+    assert is_seen(replace(MODEL, controls={"frequency_penalty": 1.0}), mutate, monkeypatch)
+
+
+def test_the_mock_depends_on_the_whole_context() -> None:
+    """What the proofs rest on: another token anywhere in the past changes the distribution."""
+    mock = MockBackend(TARGET)
+    rows = {tuple(mock.logits_after([first, 1, 2, 3, 0, 1])) for first in range(4)}
+    assert len(rows) == 4
