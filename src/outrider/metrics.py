@@ -14,12 +14,16 @@ EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
 
 class PassTimes(NamedTuple):
-    """Seconds one round spent in each verb, and the draft passes in it."""
+    """Seconds one round spent in each verb, and the draft passes in it.
+
+    `steady` rounds fed no prompt: only those say what a token costs.
+    """
 
     draft_s: float
     score_s: float
     judge_s: float
     draft_steps: int
+    steady: bool
 
 
 @dataclass(slots=True)
@@ -136,7 +140,7 @@ class Statistics:
         self.score_s += times.score_s
         self.judge_s += times.judge_s
         self.wide_passes += speculative
-        if tokens:
+        if times.steady:
             self.tempo.add(batch, speculative, tokens, times.draft_s + times.score_s + times.judge_s)
 
     def add_fallback(self, reason: str) -> None:

@@ -38,7 +38,11 @@ class PieceTokenizer:
                     break
             else:
                 rest = data[at : at + 8].decode(errors="replace")
-                raise RequestError(f"the vocabulary has no piece for {rest!r} in the prompt", param="prompt")
+                some = ", ".join(repr(piece.decode(errors="replace")) for piece in self.pieces[-3:])
+                raise RequestError(
+                    f"this small vocabulary has no piece for {rest!r}; write the prompt with pieces such as {some}",
+                    param="prompt",
+                )
             tokens.append(token)
             at += len(self.pieces[token])
         return tokens

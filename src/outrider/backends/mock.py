@@ -166,8 +166,8 @@ class MockBackend:
 def mock_tokenizer(vocab_size: int) -> PieceTokenizer:
     """Pieces for a mock vocabulary: letters, then words; two tokens are halves of one character (é)."""
     pieces = [bytes([byte]) for byte in b"abcdefgh"] + [b"\xc3", b"\xa9", b".", b" "]
-    words = ["the", "rider", "rode", "ahead", "and", "saw", "a", "far", "river", "hill", "road", "under", "open", "sky"]
-    pieces += [f" {word}".encode() for word in words]
+    words = "the rider rode ahead and saw a far river hill road under open sky scout horse back with light rain"
+    pieces += [f" {word}".encode() for word in words.split()]
     pieces += [f"<{token}>".encode() for token in range(len(pieces), vocab_size)]
     return PieceTokenizer(pieces[:vocab_size])
 

@@ -105,7 +105,9 @@ class Engine:
                 scores = score(self.target, plan, drafts)  # ONE pass: prompt chunks, pending tokens and drafts alike
                 scored = now()
                 verdicts = judge(self.target, plan, drafts, scores)
-                times = PassTimes(drafted - started, scored - drafted, now() - scored, drafts.steps)
+                times = PassTimes(
+                    drafted - started, scored - drafted, now() - scored, drafts.steps, _steady(plan, scores)
+                )
                 events += self._commit(plan, drafts, scores, verdicts, times)
             except BaseException as error:
                 self._fail_all(plan, error)
@@ -385,6 +387,11 @@ def _interruption(job: Job, now: float) -> FinishReason | None:
     if job.deadline is not None and now > job.deadline:
         return FinishReason.DEADLINE
     return None
+
+
+def _steady(plan: Plan, scores: Scores) -> bool:
+    """Whether every job was fed one pending token and its drafts: a row each, and no prompt."""
+    return scores.num_fed == sum(scores.counts) and not plan.reading
 
 
 def _silence(job: Job) -> Event:

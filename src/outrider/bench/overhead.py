@@ -1,0 +1,114 @@
+"""What the engine itself costs: time per emitted token on a mock whose passes are nearly free.
+
+The mock's own time (hashing contexts, gathering rows) is measured and taken off; wall time is reported beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from outrider.backends.base import Spans
+from outrider.backends.mock import MockBackend
+from outrider.config import MockConfig
+from outrider.engine.engine import Engine
+from outrider.sampling.noise import Noise, seed_words
+from outrider.types import Request, SamplingParams, Scores
+
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "coupled": {"accept": "coupled"},
+    "rejection": {"accept": "rejection"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Microseconds, median and range over the repeats."""
+
+    name: str
+    median_us: float
+    low_us: float
+    high_us: float
+    wall_us: float
+    tokens_per_round: float = 1.0
+
+
+class _TimedMock(MockBackend):
+    """A mock that knows how long it was at work."""
+
+    busy_s = 0.0
+
+    def score(self, spans: Spans) -> Scores:
+        started = time.perf_counter()
+        scores = super().score(spans)
+        self.busy_s += time.perf_counter() - started
+        return scores
+
+
+def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_tokens: int, repeats: int) -> Reading:
+    """Engine time per emitted token: everything but the models' passes."""
+    contexts = 4099 if vocab_size < 1000 else 61
+    config = MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts)
+    target = _TimedMock(config)
+    draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3))
+    engine = Engine.load(target, draft=draft, width=width, max_batch=batch)
+    engine_us, wall_us = [], []
+    for repeat in range(repeats + 1):
+        sampling = SamplingParams(seed=repeat, **RULES[rule])
+        requests = [
+            Request(prompt=[1], sampling=sampling, max_tokens=num_tokens, choice=choice) for choice in range(batch)
+        ]
+        target.busy_s = draft.busy_s = 0.0
+        started = time.perf_counter()
+        engine.generate(requests)
+        wall = time.perf_counter() - started
+        if repeat:  # the first one warms up
+            wall_us.append(wall * 1e6 / (batch * num_tokens))
+            engine_us.append((wall - target.busy_s - draft.busy_s) * 1e6 / (batch * num_tokens))
+    name = f"{rule}, {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
+    per_round = engine.statistics.tokens_per_round
+    return Reading(name, median(engine_us), min(engine_us), max(engine_us), median(wall_us), per_round)
+
+
+def noise_time(vocab_size: int, repeats: int) -> Reading:
+    """Keyed noise for one row."""
+    noise = Noise(np)
+    words = np.asarray(seed_words(1, 0), dtype=np.int32)[:, None]
+    positions = np.asarray([5], dtype=np.int32)
+    calls = 2000 if vocab_size < 1000 else 100
+    times = [_per_call(lambda: noise.bits(words, positions, 0, vocab_size), calls) for _ in range(repeats + 1)][1:]
+    return Reading(f"noise, a row of {vocab_size:,}", median(times), min(times), max(times), median(times))
+
+
+def readings(*, quick: bool = False) -> Iterator[Reading]:
+    """Every line of `outrider bench`, as it is measured."""
+    repeats = 3 if quick else 7
+    for vocab_size in (32, 49_152):
+        yield noise_time(vocab_size, repeats)
+    for vocab_size in (32, 50_000):
+        for batch in (1, 64):
+            num_tokens = {(32, 1): 400, (32, 64): 60, (50_000, 1): 24, (50_000, 64): 4}[vocab_size, batch]
+            for rule in RULES:
+                for width in (0, 4):
+                    yield engine_time(
+                        rule,
+                        width=width,
+                        batch=batch,
+                        vocab_size=vocab_size,
+                        num_tokens=max(2, num_tokens // 4) if quick else num_tokens,
+                        repeats=repeats,
+                    )
+
+
+def _per_call(function: Callable[[], object], calls: int) -> float:
+    """Microseconds of one call."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - started) * 1e6 / calls

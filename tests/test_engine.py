@@ -1,0 +1,427 @@
+"""The engine as its callers see it: generate, stream, astream, callbacks, cancellation, fallbacks, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import outrider
+from outrider.backends.base import Spans
+from outrider.backends.mock import MockBackend, mock_tokenizer
+from outrider.config import MockConfig
+from outrider.draft.lookup import ScriptedDrafter
+from outrider.draft.model import ModelDrafter
+from outrider.engine.engine import Engine
+from outrider.errors import BackendError, DraftError
+from outrider.types import FinishReason, Job, Request, Scores
+
+CONFIG = MockConfig(vocab_size=26, seed=3)
+DRAFT = replace(CONFIG, drift=0.6)
+
+
+def load(target: MockConfig = CONFIG, draft: Any = DRAFT, **settings: Any) -> Engine:
+    return Engine.load(
+        MockBackend(target),
+        draft=MockBackend(draft) if isinstance(draft, MockConfig) else draft,
+        tokenizer=mock_tokenizer(target.vocab_size),
+        **settings,
+    )
+
+
+def nothing_left(engine: Engine) -> None:
+    assert engine.num_requests == 0
+    assert engine.target.num_slots == 0
+    assert not isinstance(engine.drafter, ModelDrafter) or engine.drafter.backend.num_slots == 0
+
+
+def test_the_readme_example() -> None:
+    engine = outrider.Engine.load("mock")
+    result = engine.generate(" the rider", max_tokens=12, seed=1)
+    assert len(result.token_ids) == 12 and result.rule == "coupled" and engine.is_ready
+    plain = engine.generate(" the rider", max_tokens=12, seed=1, width=0)
+    assert plain.text == result.text
+
+
+def test_prompts_as_text_ids_requests_and_lists() -> None:
+    engine = load()
+    text, ids = " the rider", mock_tokenizer(26).encode(" the rider")
+    one = engine.generate(text, max_tokens=5, seed=4)
+    assert engine.generate(ids, max_tokens=5, seed=4).token_ids == one.token_ids
+    assert engine.generate(tuple(ids), max_tokens=5, seed=4).token_ids == one.token_ids
+    request = Request.of(text, {"max_tokens": 5, "seed": 4})
+    assert engine.generate(request).token_ids == one.token_ids
+    several = engine.generate([text, ids, [1, 2]], max_tokens=5, seed=4)
+    assert [r.token_ids for r in several[:2]] == [one.token_ids] * 2
+    assert len(several) == 3
+
+
+def test_events_tell_where_tokens_came_from() -> None:
+    engine = load(width=3)
+    events = list(engine.stream(" the", max_tokens=30, seed=2))
+    result = events[-1].result
+    assert [token for event in events for token in event.tokens] == result.token_ids
+    assert "".join(event.text for event in events) == result.text
+    assert all(event.result is None for event in events[:-1])
+    for event in events:
+        assert event.tokens[: event.accepted] == event.drafts[: event.accepted]
+        assert len(event.tokens) <= event.accepted + 1
+    kinds = {(len(event.drafts) > 0, event.accepted == len(event.drafts)) for event in events}
+    assert (True, True) in kinds and (True, False) in kinds  # bonus rounds and replacements both occur
+    nothing_left(engine)
+
+
+def test_streams_side_by_side_share_passes() -> None:
+    engine = load()
+    alone = [engine.generate([b, 1], seed=b, max_tokens=20).token_ids for b in range(3)]
+    engine.target.num_passes = 0
+    streams = [engine.stream([b, 1], seed=b, max_tokens=20) for b in range(3)]
+    outputs = [list(stream)[-1].result for stream in streams]
+    assert [r.token_ids for r in outputs] == alone
+    assert engine.target.num_passes == max(r.statistics.rounds for r in outputs)
+
+
+def test_async_and_sync_streams_are_alike() -> None:
+    engine = load()
+
+    async def read(seed: int) -> list[Any]:
+        return [event async for event in engine.astream(" the", max_tokens=15, seed=seed)]
+
+    async def read_all() -> list[list[Any]]:
+        return await asyncio.gather(*(read(seed) for seed in range(4)))
+
+    for seed, events in enumerate(asyncio.run(read_all())):
+        expected = list(engine.stream(" the", max_tokens=15, seed=seed))
+        assert [(e.tokens, e.text, e.drafts, e.accepted) for e in events] == [
+            (e.tokens, e.text, e.drafts, e.accepted) for e in expected
+        ]
+        assert events[-1].result.token_ids == expected[-1].result.token_ids
+    nothing_left(engine)
+
+
+def test_leaving_an_async_stream_frees_everything() -> None:
+    engine = load()
+
+    async def leave() -> None:
+        stream = engine.astream(" the", seed=1)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    asyncio.run(leave())
+    nothing_left(engine)
+
+
+def test_cancelling_the_task_of_an_async_stream_frees_everything() -> None:
+    engine = load(replace(CONFIG, seconds_per_pass=0.01))
+
+    async def cancel() -> None:
+        async def read() -> None:
+            async for _ in engine.astream(" the", seed=1):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    nothing_left(engine)
+
+
+def test_leaving_a_stream_frees_everything() -> None:
+    engine = load()
+    with engine.stream(" the", seed=1) as stream:
+        next(stream)
+    nothing_left(engine)
+    stream = engine.stream(" the", seed=1)
+    next(stream)
+    del stream
+    engine.step()
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize("how", ["engine", "stream"])
+def test_cancel_from_another_thread_ends_within_a_round(how: str) -> None:
+    engine = load(replace(CONFIG, seconds_per_pass=0.02), width=2)
+    stream = engine.stream(" the", seed=1, request_id="mine")
+    passes = []
+
+    def cancel() -> None:
+        time.sleep(0.13)
+        passes.append(engine.target.num_passes)
+        if how == "engine":
+            assert engine.cancel("mine")
+        else:
+            stream.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    result = list(stream)[-1].result
+    thread.join()
+    assert result.finish_reason is FinishReason.CANCELLED
+    assert result.token_ids == engine.generate(" the", seed=1, max_tokens=len(result.token_ids)).token_ids
+    assert passes[0] <= result.statistics.passes + 1 <= passes[0] + 1
+    assert not engine.cancel("mine")
+    nothing_left(engine)
+
+
+def test_cancel_while_waiting_in_line() -> None:
+    engine = load(max_batch=1)
+    first, second = engine.stream(" the", seed=1, max_tokens=30), engine.stream(" the", seed=2, max_tokens=30)
+    next(first)
+    second.cancel()
+    assert [event.result.finish_reason for event in second] == [FinishReason.CANCELLED]
+    assert list(first)[-1].result.finish_reason is FinishReason.LENGTH
+    nothing_left(engine)
+
+
+def test_the_draft_stops_within_one_step_of_a_cancel() -> None:
+    class Nosy(MockBackend):
+        """Its second pass comes after somebody cancelled the request."""
+
+        def score(self, spans: Spans) -> Scores:
+            scores = super().score(spans)
+            engine.cancel("mine")
+            return scores
+
+    engine = load(draft=Nosy(DRAFT), width=8)
+    result = engine.generate(" the", seed=1, max_tokens=20, request_id="mine")
+    assert result.finish_reason is FinishReason.CANCELLED and result.token_ids == []
+    assert engine.drafter.backend.num_passes == 1
+    nothing_left(engine)
+
+
+def test_many_threads_drive_one_engine() -> None:
+    engine = load(max_batch=4)
+    expected = {seed: engine.generate(" the", seed=seed, max_tokens=40).token_ids for seed in range(8)}
+    outputs: dict[int, list[int]] = {}
+
+    def ask(seed: int) -> None:
+        if seed % 2:
+            outputs[seed] = engine.generate(" the", seed=seed, max_tokens=40).token_ids
+        else:
+            outputs[seed] = list(engine.stream(" the", seed=seed, max_tokens=40))[-1].result.token_ids
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == expected
+    nothing_left(engine)
+
+
+def test_a_callback_that_raises_reaches_the_caller_and_spares_the_others() -> None:
+    engine = load()
+
+    def angry(token: int, text: str) -> None:
+        raise ValueError("mine")
+
+    stream = engine.stream(" the", seed=2, max_tokens=6)
+    with pytest.raises(ValueError, match="mine"):
+        engine.generate(" the", seed=1, on_token=angry)
+    assert list(stream)[-1].result.token_ids == engine.generate(" the", seed=2, max_tokens=6).token_ids
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("draft", [DRAFT, "ngram"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_any_chunking_of_the_prompt(chunk: int, draft: Any, rule: str) -> None:
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7]
+    whole = load(draft=draft).generate(prompt, seed=5, max_tokens=15, accept="coupled")
+    engine = load(draft=draft, prefill_chunk=chunk)
+    result = engine.generate(prompt, seed=5, max_tokens=15, accept=rule)
+    if rule == "coupled":
+        assert result.token_ids == whole.token_ids
+    assert engine.target.num_passes == -(-len(prompt) // chunk) - 1 + result.statistics.rounds
+
+
+def test_the_draft_reads_a_token_once() -> None:
+    """R14: after a round it reads at most accepted + 1 new tokens, never the history."""
+    engine = load(width=4)
+    draft, fed = engine.drafter.backend, []
+    events = engine.stream(list(range(20)), seed=5, max_tokens=60)
+    emitted = 0
+    for event in events:
+        fed.append(draft.num_tokens_fed)
+        emitted += len(event.tokens)
+    assert fed[0] <= 20 + 3
+    accepted = [0, *(event.accepted for event in engine.stream(list(range(20)), seed=5, max_tokens=60))]
+    for before, after, kept in zip(fed, fed[1:], accepted[1:], strict=False):
+        assert after - before <= kept + 1 + 3  # and its own drafts but the last
+
+
+def test_the_draft_catches_up_in_chunks() -> None:
+    engine = load(prefill_chunk=4, width=3)
+    sizes = []
+    score = engine.drafter.backend.score
+
+    def watched(spans: Spans) -> Scores:
+        sizes.append(max(spans.counts))
+        return score(spans)
+
+    engine.drafter.backend.score = watched
+    result = engine.generate(list(range(22)), seed=5, max_tokens=10)
+    assert max(sizes) <= 4 and result.statistics.drafted > 0
+    assert result.token_ids == load(width=0).generate(list(range(22)), seed=5, max_tokens=10).token_ids
+
+
+# ---- fallbacks are told -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "reason"),
+    [
+        (replace(CONFIG, max_rewind=0), DRAFT, "the target cannot rewind: one token a round"),
+        (replace(CONFIG, max_rewind=2), DRAFT, "the target can rewind only 2 tokens"),
+        (CONFIG, replace(DRAFT, max_rewind=0), "the draft can rewind only 0 tokens"),
+        (CONFIG, replace(DRAFT, context=10), "the answer is past the draft's context of 10 tokens"),
+        (CONFIG, replace(DRAFT, max_slots=0), "the draft has no room for another sequence"),
+    ],
+)
+def test_fallbacks_are_counted_with_their_reason(target: MockConfig, draft: MockConfig, reason: str) -> None:
+    engine = load(target, draft, width=4)
+    result = engine.generate([1, 2], seed=5, max_tokens=20)
+    assert result.statistics.fallbacks[reason] > 0
+    assert engine.statistics.fallbacks == result.statistics.fallbacks
+    assert result.token_ids == load(width=0).generate([1, 2], seed=5, max_tokens=20).token_ids
+
+
+def test_a_target_that_cannot_rewind_takes_one_pass_a_token() -> None:
+    engine = load(replace(CONFIG, max_rewind=0), replace(CONFIG, drift=0.0), width=4)
+    counts = engine.generate([1, 2], seed=5, max_tokens=20).statistics
+    assert counts.rounds == counts.tokens == engine.target.num_passes == 20
+    assert counts.drafted == counts.accepted == 19 and counts.bonus == 0
+
+
+def test_waiting_for_a_slot_is_no_error() -> None:
+    engine = load(replace(CONFIG, max_slots=1), "ngram")
+    assert len(engine.generate([[1], [2], [3]], seed=1, max_tokens=4)) == 3
+
+
+# ---- faults end the requests they touch, never the engine ----------------------------------------------------------
+
+
+class Faulty(MockBackend):
+    """A model that breaks while `broken` says how."""
+
+    broken = ""
+
+    def score(self, spans: Spans) -> Scores:
+        scores = super().score(spans)
+        if self.broken == "nan":
+            scores.logits = scores.logits.copy()
+            scores.logits[0, 3] = np.nan
+        if self.broken == "shape":
+            scores.logits = scores.logits[:, :-1]
+        if self.broken == "rows":
+            scores.logits = scores.logits[:-1]
+        if self.broken == "crash":
+            raise RuntimeError("out of memory")
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("side", "broken", "error", "message"),
+    [
+        ("target", "nan", BackendError, "NaN logits"),
+        ("target", "shape", BackendError, r"shape \(\d, 25\), wanted \(\d, 26\)"),
+        ("target", "rows", BackendError, r"shape \(\d, 26\), wanted"),
+        ("target", "crash", BackendError, "out of memory"),
+        ("draft", "nan", DraftError, "NaN logits"),
+        ("draft", "crash", DraftError, "out of memory"),
+    ],
+)
+def test_a_broken_model_is_said_and_survived(side: str, broken: str, error: type[Exception], message: str) -> None:
+    models = {"target": Faulty(CONFIG), "draft": Faulty(DRAFT)}
+    engine = Engine.load(models["target"], draft=models["draft"], width=3)
+    expected = engine.generate([1, 2], seed=5, max_tokens=8).token_ids
+    models[side].broken = broken
+    with pytest.raises(error, match=message):
+        engine.generate([1, 2], seed=5, max_tokens=8)
+    nothing_left(engine)
+    models[side].broken = ""
+    assert engine.generate([1, 2], seed=5, max_tokens=8).token_ids == expected
+
+
+def test_nan_rows_end_their_own_request_only() -> None:
+    target = Faulty(CONFIG)
+    engine = Engine.load(target, draft="none")
+    expected = engine.generate([2], seed=6, max_tokens=6)
+    target.broken = "nan"  # the first row of a pass is the first request's
+    with pytest.raises(BackendError) as caught:
+        engine.generate([[1], [2]], seed=6, max_tokens=1)
+    assert caught.value.results[0] is None
+    assert caught.value.results[1].token_ids == expected.token_ids[:1]
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (lambda tokens, width: [26], "token 26; ids run from 0 to 25"),
+        (lambda tokens, width: [-1], "token -1"),
+        (lambda tokens, width: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_broken_drafter_is_said(script: Any, message: str) -> None:
+    engine = load(draft=ScriptedDrafter(script))
+    with pytest.raises(DraftError, match=message):
+        engine.generate([1], max_tokens=5)
+    nothing_left(engine)
+    assert len(engine.generate([1], max_tokens=5, width=0).token_ids) == 5
+
+
+def test_a_drafter_that_proposes_too_much_is_refused() -> None:
+    class Eager(ScriptedDrafter):
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
+            return super().propose(jobs, [width + 1 for width in widths])
+
+    engine = load(draft=Eager(lambda tokens, width: [0] * width))
+    with pytest.raises(DraftError, match="proposed \\[5\\] tokens where \\[4\\] were allowed"):
+        engine.generate([1], max_tokens=8)
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    class Interrupted(MockBackend):
+        def score(self, spans: Spans) -> Scores:
+            raise KeyboardInterrupt
+
+    engine = Engine.load(Interrupted(CONFIG))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1])
+    nothing_left(engine)
+
+
+def test_close_ends_what_runs() -> None:
+    engine = load()
+    stream = engine.stream(" the", seed=1)
+    next(stream)
+    engine.close()
+    assert not engine.is_ready
+    assert list(stream)[-1].result.finish_reason is FinishReason.CANCELLED
+    nothing_left(engine)
+
+
+def test_user_logits_processors_hold_under_speculation() -> None:
+    """No token may follow itself: a rule that needs drafted ancestors."""
+
+    def no_repeats(tokens: Sequence[int], row: Any) -> Any:
+        row[tokens[-1]] = -np.inf
+        return row
+
+    engine = load(width=5)
+    settings = {"seed": 3, "max_tokens": 60, "processors": (no_repeats,)}
+    result = engine.generate([1], **settings)
+    assert all(a != b for a, b in zip(result.token_ids, result.token_ids[1:], strict=False))
+    assert result.token_ids == engine.generate([1], width=0, **settings).token_ids
+    assert result.statistics.accepted > 0

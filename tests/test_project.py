@@ -1,0 +1,143 @@
+"""The shape of the project: layers, imports, commands, README."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "outrider"
+# A module imports only lower ranks or its own package; spec and sched share a rank and stay strangers.
+RANK = {
+    **dict.fromkeys(("types", "errors", "config", "metrics", "clock"), 0),
+    **dict.fromkeys(("tokenizer", "sampling"), 1),
+    "backends": 2,
+    "draft": 3,
+    **dict.fromkeys(("spec", "sched"), 4),
+    "engine": 5,
+    "bench": 6,
+    "cli": 7,
+}
+
+
+def internal_imports() -> Iterator[tuple[str, str]]:
+    """(package, imported package) for every import inside outrider, those in functions included."""
+    for path in SOURCE.rglob("*.py"):
+        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names = [node.module] if node.module != "outrider" else [f"outrider.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} imports relatively"
+            for name in names:
+                if name.startswith("outrider."):
+                    yield package, name.split(".")[1]
+
+
+def test_layers() -> None:
+    own = {"__version__"}
+    within_rank_0 = {("types", "errors"), ("types", "metrics"), ("config", "errors")}
+    checked = 0
+    for package, imported in internal_imports():
+        if package == "__init__" or imported in own:
+            continue
+        allowed = package == imported or RANK[imported] < RANK[package] or (package, imported) in within_rank_0
+        assert allowed, f"{package} may not import {imported}"
+        checked += 1
+    assert checked > 50
+
+
+def test_only_build_names_concrete_classes() -> None:
+    concrete = ("MockBackend", "ModelDrafter", "NgramDrafter", "NoDrafter")
+    for path in (*SOURCE.glob("engine/*.py"), *SOURCE.glob("spec/*.py"), *SOURCE.glob("sched/*.py")):
+        if path.name != "build.py":
+            assert not [name for name in concrete if name in path.read_text()], path
+
+
+@pytest.mark.parametrize("code", ["import outrider", "from outrider.cli import app", "import outrider.engine.build"])
+def test_importing_loads_no_torch(code: str) -> None:
+    heavy = "[m for m in ('torch', 'fastapi', 'transformers') if m in sys.modules]"
+    assert subprocess.check_output([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], text=True) == "[]\n"
+
+
+def test_help_loads_no_torch_and_no_numpy() -> None:
+    code = (
+        "import sys\nfrom outrider.cli import main\nsys.argv = ['outrider', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "demo" in out and "bench" in out and out.endswith("[]\n")
+
+
+def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from outrider.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_demo_shows_text_drafts_and_statistics() -> None:
+    done = outrider("demo")
+    assert done.returncode == 0, done.stderr
+    for word in ("the rider", "drafted", "kept", "replacement", "bonus", "acceptance", "seed 1, rule coupled"):
+        assert word in done.stdout
+
+
+def test_demo_json_is_the_same_text_at_any_width() -> None:
+    texts = set()
+    for width in ("0", "1", "6"):
+        answer = json.loads(outrider("demo", "--json", "--width", width).stdout)
+        texts.add(answer["text"])
+        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 32}
+        assert answer["speculation"]["tokens"] == 32 and answer["accept"] == "coupled"
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("demo", "--width", "-1"), 1, "outrider: width must be at least 0, got -1\n"),
+        (("demo", "--accept", "no"), 1, "outrider: accept must be auto, rejection or coupled, got 'no'\n"),
+        (("demo", "zzz"), 1, "outrider: this small vocabulary has no piece for 'zzz'"),
+        (("demo", "--max-tokens", "99999"), 1, "ask for at most"),
+        (("demo", "--widht", "3"), 2, "No such option"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = outrider(*arguments)
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    from outrider import __version__
+
+    assert outrider("--version").stdout == f"outrider {__version__}\n"
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_bench_measures_engine_time() -> None:
+    """That it runs and is consistent; the numbers themselves are the command's business."""
+    from outrider.bench.overhead import engine_time, noise_time
+
+    reading = engine_time("rejection", width=2, batch=2, vocab_size=32, num_tokens=10, repeats=2)
+    assert 0 < reading.low_us <= reading.median_us <= reading.high_us and reading.median_us < reading.wall_us
+    assert noise_time(32, 1).median_us > 0
+
+
+def test_readme_python_runs() -> None:
+    """The README's Python examples are executed as they stand."""
+    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    assert blocks
+    for block in blocks:
+        exec(compile(block.split("```")[0], "README.md", "exec"), {})
