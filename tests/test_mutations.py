@@ -244,12 +244,17 @@ def test_trap_8_top_p_ignored_when_speculating(monkeypatch: Patch, draft: str) -
     def mutate(patch: Patch) -> None:
         shape = ops.shape
 
-        def forgetful(xp: Any, logits: Any, controls: Any, jobs: Any, ancestors: Any) -> Any:
-            if len(jobs) > len({job.id for job in jobs}):
-                controls = replace(controls, ranked=None)
-            return shape(xp, logits, controls, jobs, ancestors)
+        def judge(self: ops.SamplingOps, rule: Any, jobs: Any, drafts: Drafts, scores: Scores) -> Any:
+            if sum(drafts.counts) > 0:
+                patch.setattr(
+                    ops, "shape", lambda xp, x, controls, history: shape(xp, x, replace(controls, ranked=None), history)
+                )
+            verdicts = fair(self, rule, jobs, drafts, scores)
+            patch.setattr(ops, "shape", shape)
+            return verdicts
 
-        patch.setattr(ops, "shape", forgetful)
+        fair = ops.SamplingOps._judge
+        patch.setattr(ops.SamplingOps, "_judge", judge)
 
     assert is_seen(replace(NUCLEUS, draft=draft), mutate, monkeypatch)
 
@@ -258,7 +263,13 @@ def test_penalties_that_do_not_see_drafted_ancestors(monkeypatch: Patch) -> None
     """History means the tokens before a position, drafted ones included."""
 
     def mutate(patch: Patch) -> None:
-        patch.setattr(ops.SamplingOps, "_ancestors", lambda self, drafts, scores: lambda row: [])
+        history_of = ops.SamplingOps._history
+
+        def forgetful(self: ops.SamplingOps, *round: Any) -> Any:
+            history = history_of(self, *round)
+            return lambda row: (history(row)[0], [])
+
+        patch.setattr(ops.SamplingOps, "_history", forgetful)
 
     assert is_seen(replace(MODEL, controls={"frequency_penalty": 1.0}), mutate, monkeypatch)
 

@@ -114,23 +114,26 @@ class Statistics:
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
     tempo: Tempo = field(default_factory=Tempo)
 
-    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """One job was judged: `accepted` of `drafted` were kept, and `emitted` tokens went out (a stop may cut)."""
-        self.rounds += 1
-        self.tokens += emitted
+    def add_round(self, drafted: int, accepted: int, emitted: int, times: int = 1) -> None:
+        """A job was judged: `accepted` of `drafted` were kept, and `emitted` tokens went out (a stop may cut).
+
+        `times` counts jobs with the same outcome in one go.
+        """
+        self.rounds += times
+        self.tokens += emitted * times
         if drafted == 0:
             return
         kept = min(accepted, emitted)
         refused = 1 if accepted < drafted and emitted > accepted else 0
-        self.wide_rounds += 1
-        self.drafted += drafted
-        self.accepted += kept
-        self.rejected += refused
-        self.unread += drafted - kept - refused
+        self.wide_rounds += times
+        self.drafted += drafted * times
+        self.accepted += kept * times
+        self.rejected += refused * times
+        self.unread += (drafted - kept - refused) * times
         if emitted > drafted:
-            self.bonus += 1
-        self.rounds_by_drafted[drafted] = self.rounds_by_drafted.get(drafted, 0) + 1
-        self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + 1
+            self.bonus += times
+        self.rounds_by_drafted[drafted] = self.rounds_by_drafted.get(drafted, 0) + times
+        self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + times
 
     def add_pass(self, times: PassTimes, batch: int, speculative: bool, tokens: int) -> None:
         """One pass was taken part in."""

@@ -140,7 +140,8 @@ class Engine:
             job.cached += chunk
         now = self.clock.now()
         accepted, proposals = verdicts.accepted.tolist(), drafts.tokens.tolist()
-        batch, start, num_emitted = len(plan.deciding), 0, 0
+        batch, start = len(plan.deciding), 0
+        outcomes: dict[tuple[int, int, int], int] = {}  # (drafted, accepted, emitted) -> jobs
         events: list[Event] = []
         ended: list[tuple[Job, FinishReason, Event]] = []
         slots: list[Slot] = []
@@ -167,9 +168,9 @@ class Engine:
             job.cached = len(job.tokens) - 1
             slots.append(job.slot)
             lengths.append(job.cached)
-            num_emitted += num_taken
-            self.statistics.add_round(drafted, accepted[index], num_taken)
-            job.statistics.add_round(drafted, accepted[index], num_taken)
+            outcome = (drafted, accepted[index], num_taken)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            job.statistics.add_round(*outcome)
             job.statistics.add_pass(times, batch, drafted > 0, num_taken)
             events.append(event)
             if reason is not None:
@@ -178,18 +179,29 @@ class Engine:
                 job.outbox.append(event)
         self.target.keep(slots, lengths)
         self.drafter.observe(plan, scores, verdicts)
-        self._count(plan, drafts, scores, times, num_emitted)
+        self._count(plan, drafts, scores, times, outcomes)
         for job, reason, event in ended:
             self._finish(job, reason, event)
         return events
 
-    def _count(self, plan: Plan, drafts: Drafts, scores: Scores, times: PassTimes, num_emitted: int) -> None:
-        """What belongs to the pass and not to one job."""
-        self.statistics.add_pass(times, len(plan.deciding), any(drafts.counts), num_emitted)
-        self.statistics.costs.add(scores.num_fed, times.score_s)
+    def _count(
+        self,
+        plan: Plan,
+        drafts: Drafts,
+        scores: Scores,
+        times: PassTimes,
+        outcomes: Mapping[tuple[int, int, int], int],
+    ) -> None:
+        """The engine's own statistics of a pass."""
+        statistics = self.statistics
+        for outcome, jobs in outcomes.items():
+            statistics.add_round(*outcome, times=jobs)
+        num_emitted = sum(emitted * jobs for (_, _, emitted), jobs in outcomes.items())
+        statistics.add_pass(times, len(plan.deciding), any(drafts.counts), num_emitted)
+        statistics.costs.add(scores.num_fed, times.score_s)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
-            self.statistics.add_fallback(reason)
+            statistics.add_fallback(reason)
 
     def _finish(self, job: Job, reason: FinishReason, event: Event) -> Event:
         """The job is over; `event` becomes its last and carries the result."""

@@ -22,6 +22,8 @@ from outrider.types import Array
 class Layout(NamedTuple):
     """Which rows and drafts belong to which job. B jobs, N drafts, R rows, K the longest draft."""
 
+    owner: Array  # [R] the job of each row
+    depth: Array  # [R] drafts before it, int32
     first: Array  # [B] first row of a job
     last: Array  # [B] last row: after all drafts, or the last draft's own when there is no bonus row
     drafted: Array  # [B] number of drafts
@@ -51,6 +53,8 @@ def build_layout(xp: Any, device: Any, drafted: Sequence[int], rows: Sequence[in
         row, draft = row + num_rows, draft + count
     columns = range(max(drafted, default=0) + 1)
     return Layout(
+        owner=array([job for job, num_rows in enumerate(rows) for _ in range(num_rows)], xp.int64),
+        depth=array([depth for num_rows in rows for depth in range(num_rows)], xp.int32),
         first=array(first, xp.int64),
         last=array([f + n - 1 for f, n in zip(first, rows, strict=True)], xp.int64),
         drafted=array(list(drafted), xp.int64),

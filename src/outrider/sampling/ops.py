@@ -14,7 +14,7 @@ from array_api_compat import is_numpy_namespace, is_torch_array
 from outrider.errors import OutriderError
 from outrider.sampling.accept import Layout, Ruling, build_layout, draw, match, reject
 from outrider.sampling.noise import Noise, Stream
-from outrider.sampling.warp import Controls, build_controls, shape, softmax
+from outrider.sampling.warp import Controls, History, build_controls, shape, softmax
 from outrider.types import Array, Drafts, Job, Scores, Verdicts
 
 T = TypeVar("T")
@@ -65,10 +65,10 @@ class SamplingOps:
         """
         xp = self.xp
         controls = self._controls_of(jobs, [1] * len(jobs))
-        shaped = shape(xp, logits, controls, jobs, drafted.__getitem__)
+        shaped = shape(xp, logits, controls, lambda row: (jobs[row], drafted[row]))
         if controls.all_greedy:
             return Drawn(shaped.logits.argmax(-1), None, shaped.faults)
-        weighed = [job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs]
+        weighed = controls.weighed
         stream = self._int32([Stream.DRAFT if w else Stream.TARGET for w in weighed])
         positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
         noise = self.noise.gumbel(controls.words, positions, stream, logits.shape[1])
@@ -108,15 +108,12 @@ class SamplingOps:
         """All jobs under one rule."""
         layout = self._layout_of(drafts.counts, scores.counts)
         controls = self._controls_of(jobs, scores.counts)
-        row_jobs = [job for job, rows in zip(jobs, scores.counts, strict=True) for _ in range(rows)]
-        depths = [depth for rows in scores.counts for depth in range(rows)]
-        positions = self._int32([len(job.tokens) + depth for job, depth in zip(row_jobs, depths, strict=True)])
-        shaped = shape(self.xp, scores.logits, controls, row_jobs, self._ancestors(drafts, scores))
+        positions = self._int32([len(job.tokens) for job in jobs])
+        if layout.num_drafts:
+            positions = positions[layout.owner] + layout.depth
+        shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
         accepted, following = rule(shaped.logits, drafts, layout, controls, positions)
-        faults = {}
-        if shaped.faults:
-            owner = [index for index, rows in enumerate(scores.counts) for _ in range(rows)]
-            faults = {owner[row]: fault for row, fault in shaped.faults.items()}
+        faults = {int(layout.owner[row]): fault for row, fault in shaped.faults.items()}
         return Verdicts(accepted, following, faults)
 
     def _match(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
@@ -130,19 +127,19 @@ class SamplingOps:
     def _reject(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
         return reject(self.xp, x, drafts.tokens, drafts.probs, layout, self.noise, controls.words, positions)
 
-    def _ancestors(self, drafts: Drafts, scores: Scores) -> Callable[[int], list[int]]:
-        """Row -> the drafts it comes after. Token values are brought to the host only when a row asks."""
-        ranges: list[list[int]] = []
+    def _history(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> History:
+        """Row -> its job and the drafts it comes after. Token values come to the host only when a row asks."""
+        rows: list[tuple[Job, list[int]]] = []
 
-        def ancestors(row: int) -> list[int]:
-            if not ranges:
+        def history(row: int) -> tuple[Job, list[int]]:
+            if not rows:
                 tokens, start = drafts.tokens.tolist(), 0
-                for drafted, rows in zip(drafts.counts, scores.counts, strict=True):
-                    ranges.extend(tokens[start : start + depth] for depth in range(rows))
+                for job, drafted, num_rows in zip(jobs, drafts.counts, scores.counts, strict=True):
+                    rows.extend((job, tokens[start : start + depth]) for depth in range(num_rows))
                     start += drafted
-            return ranges[row]
+            return rows[row]
 
-        return ancestors
+        return history
 
     def _take_drafts(self, drafts: Drafts, chosen: Sequence[int]) -> Drafts:
         at = self.integers(_members(drafts.counts, chosen))

@@ -15,7 +15,8 @@ from typing import Any
 from outrider.errors import BackendError, OutriderError, RequestError
 from outrider.types import Array, Job, SamplingParams
 
-Ancestors = Callable[[int], Sequence[int]]  # row -> the drafted tokens between the job's tokens and this row
+# row -> its job, and the drafted tokens between the job's own tokens and this row; asked only where a control needs it
+History = Callable[[int], tuple[Job, Sequence[int]]]
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Controls:
     words: Array  # [2, R] int32: the seed
     sampled: Array | None  # [R, 1] 1.0 where noise is added, 0.0 where greedy; None: no row is greedy
     all_greedy: bool
+    weighed: list[bool]  # rows whose draft probabilities the judge will ask for: `rejection`, not greedy
     processed: list[int]  # rows with logits processors
     penalised: list[int]  # rows with penalties
     bias: tuple[Array, Array, Array] | None = None  # rows, ids, values: [M] each
@@ -65,6 +67,7 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
         ),
         sampled=sampled if greedy else None,
         all_greedy=len(greedy) == len(jobs),
+        weighed=[job.rule == "rejection" and p.temperature > 0.0 for job, p in zip(jobs, params, strict=True)],
         processed=rows_where(lambda p: p.processors),
         penalised=rows_where(lambda p: p.penalised),
     )
@@ -101,14 +104,14 @@ class Shaped:
     faults: dict[int, OutriderError]
 
 
-def shape(xp: Any, logits: Array, controls: Controls, jobs: Sequence[Job], ancestors: Ancestors) -> Shaped:
-    """The target distribution of each row, in the order of `SamplingParams`. logits [R, V], jobs [R]."""
+def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shaped:
+    """The target distribution of each row, in the order of `SamplingParams`. logits [R, V]"""
     faults: dict[int, OutriderError] = {}
     x = xp.astype(logits, xp.float32, copy=controls.changes_logits)
     for row in controls.processed:
-        _process(xp, x, row, jobs[row], ancestors(row), faults)
+        _process(xp, x, row, history, faults)
     if controls.penalised:
-        _penalise(xp, x, controls.penalised, jobs, ancestors)
+        _penalise(xp, x, controls.penalised, history)
     if controls.bias is not None:
         rows, ids, values = controls.bias
         x[rows, ids] = x[rows, ids] + values
@@ -142,8 +145,9 @@ def softmax(xp: Any, x: Array) -> Array:
     return mass
 
 
-def _process(xp: Any, x: Array, row: int, job: Job, ancestors: Sequence[int], faults: dict[int, OutriderError]) -> None:
+def _process(xp: Any, x: Array, row: int, history: History, faults: dict[int, OutriderError]) -> None:
     """The user's own processors, one after another. A failing one ends this request only."""
+    job, ancestors = history(row)
     tokens = [*job.tokens, *ancestors]
     for processor in job.params.processors:
         try:
@@ -155,7 +159,7 @@ def _process(xp: Any, x: Array, row: int, job: Job, ancestors: Sequence[int], fa
             return
 
 
-def _penalise(xp: Any, x: Array, rows: Sequence[int], jobs: Sequence[Job], ancestors: Ancestors) -> None:
+def _penalise(xp: Any, x: Array, rows: Sequence[int], history: History) -> None:
     """Repetition penalty on all earlier tokens, then presence and frequency penalties on the output's, in place.
 
     Only tokens that occurred change, so each row touches as many logits as its history has distinct tokens.
@@ -164,10 +168,10 @@ def _penalise(xp: Any, x: Array, rows: Sequence[int], jobs: Sequence[Job], ances
     ids: list[int] = []
     columns: list[tuple[float, float, float, float]] = []  # times emitted, repetition, presence, frequency
     for row in rows:
-        params, counts = jobs[row].params, jobs[row].counts
-        assert counts is not None, "a penalised job without counts"
-        counts = dict(counts)
-        for token in ancestors(row):
+        job, ancestors = history(row)
+        assert job.counts is not None, "a penalised job without counts"
+        params, counts = job.params, dict(job.counts)
+        for token in ancestors:
             counts[token] = counts.get(token, 0) + 1
         for token, times in counts.items():
             at.append(row)
