@@ -15,18 +15,19 @@ settings.load_profile("outrider")
 
 def check_caches(engine: Engine) -> None:
     """The target holds tokens[:-1] (a prefix of the prompt while it reads), the draft a prefix, and nobody else any."""
-    engine.check()
-    if isinstance(engine.target, MockBackend):
-        assert engine.target.num_slots == len(engine.scheduler.running), "the target holds slots of nobody"
-        for job in engine.scheduler.running:
-            held = engine.target.cached(job.slot)
+    loop = engine.loop
+    loop.check()
+    if isinstance(loop.target, MockBackend):
+        assert loop.target.num_slots == len(loop.scheduler.running), "the target holds slots of nobody"
+        for job in loop.scheduler.running:
+            held = loop.target.cached(job.slot)
             assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
             if len(job.tokens) > job.num_prompt:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
-    drafter = engine.drafter
+    drafter = loop.drafter
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.backend, MockBackend):
         assert drafter.backend.num_slots == len(drafter.seats)
-        running = {job.id: job for job in engine.scheduler.running}
+        running = {job.id: job for job in loop.scheduler.running}
         assert drafter.seats.keys() <= running.keys(), "the draft holds slots of jobs that are over"
         for job_id, seat in drafter.seats.items():
             held = drafter.backend.cached(seat.slot)

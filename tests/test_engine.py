@@ -19,7 +19,7 @@ from outrider.config import MockConfig
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.errors import BackendError, DraftError
+from outrider.errors import BackendError, DraftError, RequestError
 from outrider.types import FinishReason, Job, Request, Scores
 
 CONFIG = MockConfig(vocab_size=26, seed=3)
@@ -37,8 +37,8 @@ def load(target: MockConfig = CONFIG, draft: Any = DRAFT, **settings: Any) -> En
 
 def nothing_left(engine: Engine) -> None:
     assert engine.num_requests == 0
-    assert engine.target.num_slots == 0
-    assert not isinstance(engine.drafter, ModelDrafter) or engine.drafter.backend.num_slots == 0
+    assert engine.loop.target.num_slots == 0
+    assert not isinstance(engine.loop.drafter, ModelDrafter) or engine.loop.drafter.backend.num_slots == 0
 
 
 def test_the_readme_example() -> None:
@@ -80,11 +80,11 @@ def test_events_tell_where_tokens_came_from() -> None:
 def test_streams_side_by_side_share_passes() -> None:
     engine = load()
     alone = [engine.generate([b, 1], seed=b, max_tokens=20).token_ids for b in range(3)]
-    engine.target.num_passes = 0
+    engine.loop.target.num_passes = 0
     streams = [engine.stream([b, 1], seed=b, max_tokens=20) for b in range(3)]
     outputs = [list(stream)[-1].result for stream in streams]
     assert [r.token_ids for r in outputs] == alone
-    assert engine.target.num_passes == max(r.statistics.rounds for r in outputs)
+    assert engine.loop.target.num_passes == max(r.statistics.rounds for r in outputs)
 
 
 def test_async_and_sync_streams_are_alike() -> None:
@@ -156,7 +156,7 @@ def test_cancel_from_another_thread_ends_within_a_round(how: str) -> None:
 
     def cancel() -> None:
         time.sleep(0.13)
-        passes.append(engine.target.num_passes)
+        passes.append(engine.loop.target.num_passes)
         if how == "engine":
             assert engine.cancel("mine")
         else:
@@ -195,7 +195,7 @@ def test_the_draft_stops_within_one_step_of_a_cancel() -> None:
     engine = load(draft=Nosy(DRAFT), width=8)
     result = engine.generate(" the", seed=1, max_tokens=20, request_id="mine")
     assert result.finish_reason is FinishReason.CANCELLED and result.token_ids == []
-    assert engine.drafter.backend.num_passes == 1
+    assert engine.loop.drafter.backend.num_passes == 1
     nothing_left(engine)
 
 
@@ -242,13 +242,13 @@ def test_any_chunking_of_the_prompt(chunk: int, draft: Any, rule: str) -> None:
     result = engine.generate(prompt, seed=5, max_tokens=15, accept=rule)
     if rule == "coupled":
         assert result.token_ids == whole.token_ids
-    assert engine.target.num_passes == -(-len(prompt) // chunk) - 1 + result.statistics.rounds
+    assert engine.loop.target.num_passes == -(-len(prompt) // chunk) - 1 + result.statistics.rounds
 
 
 def test_the_draft_reads_a_token_once() -> None:
     """R14: after a round it reads at most accepted + 1 new tokens, never the history."""
     engine = load(width=4)
-    draft, fed = engine.drafter.backend, []
+    draft, fed = engine.loop.drafter.backend, []
     events = engine.stream(list(range(20)), seed=5, max_tokens=60)
     emitted = 0
     for event in events:
@@ -263,13 +263,13 @@ def test_the_draft_reads_a_token_once() -> None:
 def test_the_draft_catches_up_in_chunks() -> None:
     engine = load(prefill_chunk=4, width=3)
     sizes = []
-    score = engine.drafter.backend.score
+    score = engine.loop.drafter.backend.score
 
     def watched(spans: Spans) -> Scores:
         sizes.append(max(spans.counts))
         return score(spans)
 
-    engine.drafter.backend.score = watched
+    engine.loop.drafter.backend.score = watched
     result = engine.generate(list(range(22)), seed=5, max_tokens=10)
     assert max(sizes) <= 4 and result.statistics.drafted > 0
     assert result.token_ids == load(width=0).generate(list(range(22)), seed=5, max_tokens=10).token_ids
@@ -299,7 +299,7 @@ def test_fallbacks_are_counted_with_their_reason(target: MockConfig, draft: Mock
 def test_a_target_that_cannot_rewind_takes_one_pass_a_token() -> None:
     engine = load(replace(CONFIG, max_rewind=0), replace(CONFIG, drift=0.0), width=4)
     counts = engine.generate([1, 2], seed=5, max_tokens=20).statistics
-    assert counts.rounds == counts.tokens == engine.target.num_passes == 20
+    assert counts.rounds == counts.tokens == engine.loop.target.num_passes == 20
     assert counts.drafted == counts.accepted == 19 and counts.bonus == 0
 
 
@@ -399,6 +399,55 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     engine = Engine.load(Interrupted(CONFIG))
     with pytest.raises(KeyboardInterrupt):
         engine.generate([1])
+    nothing_left(engine)
+
+
+def test_other_callers_of_an_interrupted_pass_get_an_error_not_the_interrupt() -> None:
+    class Interrupted(MockBackend):
+        def score(self, spans: Spans) -> Scores:
+            raise KeyboardInterrupt
+
+    engine = Engine.load(Interrupted(CONFIG))
+    stream = engine.stream([1])
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1])
+    with pytest.raises(BackendError, match=r"interrupted \(KeyboardInterrupt\); ask again"):
+        next(stream)
+
+
+def test_a_callback_may_not_drive_its_engine() -> None:
+    engine = load()
+
+    def greedy(token: int, text: str) -> None:
+        engine.generate([1], max_tokens=1)
+
+    with pytest.raises(RequestError, match="a callback cannot wait for another answer of its engine"):
+        engine.generate([1], on_token=greedy)
+    nothing_left(engine)
+
+
+def test_a_callback_may_close_its_engine() -> None:
+    engine = load(width=4)
+    result = engine.generate([1], seed=1, on_token=lambda token, text: engine.close())
+    assert result.finish_reason is FinishReason.CANCELLED and len(result.token_ids) == 1
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [("keep", BackendError, "the target failed while rewinding"), ("rewind", DraftError, "the model draft failed")],
+)
+def test_a_model_that_fails_to_go_back_is_said(
+    method: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: MockBackend, *_: Any) -> None:
+        raise RuntimeError("lost")
+
+    engine = load(draft=replace(CONFIG, drift=3.0))
+    model = engine.loop.target if method == "keep" else engine.loop.drafter.backend
+    monkeypatch.setattr(model, method, fail.__get__(model))
+    with pytest.raises(error, match=f"{message}: RuntimeError: lost"):
+        engine.generate([1], seed=1, max_tokens=30)
     nothing_left(engine)
 
 

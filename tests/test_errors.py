@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from outrider.backends.base import ModelInfo
 from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig, NgramConfig, SchedulerConfig, SpeculationConfig
 from outrider.engine.engine import Engine
@@ -90,7 +92,7 @@ REQUESTS = [
     refuses(TokenRangeError, "token_out_of_range", "stop_ids", "token id 8", lambda e: e.generate([1], stop_ids=[8])),
     refuses(RequestError, "invalid_request", "prompt", "a text prompt needs a tokenizer", lambda e: e.generate("hi")),
     refuses(
-        RequestError, "invalid_request", "prompt", "text, token ids or a Request, got int", lambda e: e.generate(5)
+        RequestError, "invalid_request", "prompt", "a list of token ids or a Request, got int", lambda e: e.generate(5)
     ),
     refuses(
         RequestError, "invalid_request", "stop", "stop strings need a tokenizer", lambda e: e.generate([1], stop="x")
@@ -239,6 +241,27 @@ CONFIGS = [
         "width must be at least 0, got -2",
         lambda: Engine.load(mock(), width=-2),
     ),
+    refuses(
+        MissingDraftError,
+        "missing_draft",
+        "draft",
+        "width=3 needs a draft; pass draft=, or leave width out",
+        lambda: Engine.load(mock(), width=3),
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "vocab_size",
+        "odd has 3 columns for 4 tokens",
+        lambda: ModelInfo(name="odd", vocab_size=4, num_columns=3, context=9),
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "context",
+        "odd has a context of 1",
+        lambda: ModelInfo(name="odd", vocab_size=4, num_columns=4, context=1),
+    ),
     refuses(ConfigError, "invalid_config", "max_batch", "at least 1, got 0", lambda: SchedulerConfig(max_batch=0)),
     refuses(
         ConfigError, "invalid_config", "prefill_chunk", "at least 1, got 0", lambda: SchedulerConfig(prefill_chunk=0)
@@ -273,6 +296,23 @@ def test_bad_configs(
     assert type(caught.value) is error
     assert message in caught.value.message
     assert (caught.value.code, caught.value.param, caught.value.status) == (code, param, 400)
+
+
+def test_a_width_without_a_draft_is_no_silent_no_op() -> None:
+    engine = Engine.load(mock())
+    with pytest.raises(RequestError, match="width=3 needs a draft and this engine has none") as caught:
+        engine.generate([1], width=3)
+    assert caught.value.param == "width"
+    assert len(engine.generate([1], width=0, max_tokens=4).token_ids) == 4
+
+
+def test_ids_of_array_libraries_are_ids() -> None:
+    engine = Engine.load(mock())
+    ids = np.asarray([1, 2])
+    expected = engine.generate([1, 2], seed=1, max_tokens=4).token_ids
+    assert engine.generate(list(ids), seed=1, max_tokens=4).token_ids == expected
+    with pytest.raises(RequestError, match="got ndarray; pass its tolist"):
+        engine.generate(ids)
 
 
 def test_vocabularies_that_differ_only_by_padding_work() -> None:

@@ -190,7 +190,7 @@ class TestStops:
         result = engine.generate(PROMPT, seed=9, temperature=temperature, **{"max_tokens": LONG, **settings})
         consistent(result)
         assert engine.num_requests == 0
-        assert engine.target.num_slots == 0
+        assert engine.loop.target.num_slots == 0
         return result
 
     def test_max_tokens(self, draft: str, temperature: float, position: int) -> None:

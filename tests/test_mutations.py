@@ -14,7 +14,7 @@ import pytest
 
 from outrider.backends.mock import MockBackend
 from outrider.draft.model import ModelDrafter, Seat
-from outrider.engine.engine import Engine
+from outrider.engine.loop import Loop
 from outrider.errors import BackendError
 from outrider.sampling import accept, ops
 from outrider.sampling.noise import Noise
@@ -148,12 +148,12 @@ def test_trap_5_new_tokens_never_reach_the_draft(monkeypatch: Patch) -> None:
 @pytest.mark.blind
 def test_trap_5_a_checkpoint_of_an_earlier_request(monkeypatch: Patch) -> None:
     def mutate(patch: Patch) -> None:
-        def seat(self: Engine, job: Job) -> bool:
+        def seat(self: Loop, job: Job) -> bool:
             job.slot = self.target.load({"tokens": [2, *PROMPT[1:-1]]})
             job.cached = len(PROMPT) - 1
             return True
 
-        patch.setattr(Engine, "_seat", seat)
+        patch.setattr(Loop, "_seat", seat)
 
     assert is_seen(Case("plain", draft="none", width=0), mutate, monkeypatch)
 
@@ -206,8 +206,8 @@ def test_trap_6_one_global_generator(monkeypatch: Patch) -> None:
 def passes_per_round(case: Case) -> float:
     engine = case.engine()
     result = engine.generate(case.requests(1))[0]
-    assert isinstance(engine.target, MockBackend)
-    return engine.target.num_passes / result.statistics.rounds
+    assert isinstance(engine.loop.target, MockBackend)
+    return engine.loop.target.num_passes / result.statistics.rounds
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 5])

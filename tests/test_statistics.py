@@ -133,8 +133,8 @@ def test_engine_and_request_statistics_add_up() -> None:
     )
     for name in ("rounds", "tokens", "drafted", "accepted", "rejected", "bonus", "unread"):
         assert getattr(engine.statistics, name) == sum(getattr(r.statistics, name) for r in results)
-    assert engine.statistics.passes == engine.target.num_passes
-    assert engine.statistics.draft_steps == engine.drafter.backend.num_passes
+    assert engine.statistics.passes == engine.loop.target.num_passes
+    assert engine.statistics.draft_steps == engine.loop.drafter.backend.num_passes
     assert results[0].statistics.drafted == 0
     engine.reset_statistics()
     assert engine.statistics.report() == Statistics().report()
@@ -144,7 +144,7 @@ def test_engine_and_request_statistics_add_up() -> None:
 def test_ngram_lookup_proposes_what_followed_and_repeats_loops() -> None:
     config = MockConfig(vocab_size=16, seed=1)
     engine = Engine.load(MockBackend(config), draft="ngram")
-    drafter = engine.drafter
+    drafter = engine.loop.drafter
     assert isinstance(drafter, NgramDrafter)
 
     def lookup(tokens: list[int], width: int) -> list[int]:

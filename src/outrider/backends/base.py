@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.errors import ConfigError
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Array, Scores, Slot
 
@@ -25,6 +26,15 @@ class ModelInfo:
     context: int  # the most tokens one sequence may hold
     eos_ids: tuple[int, ...] = ()
     max_rewind: int | None = None  # how many tokens it can go back; None: any number
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab_size <= self.num_columns:
+            raise ConfigError(
+                f"{self.name} has {self.num_columns} columns for {self.vocab_size} tokens; it needs at least one each",
+                param="vocab_size",
+            )
+        if self.context < 2:
+            raise ConfigError(f"{self.name} has a context of {self.context}; two tokens are the least", param="context")
 
 
 @dataclass(slots=True)

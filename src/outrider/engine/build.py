@@ -34,6 +34,8 @@ def build_engine(
     if method is not None and method not in METHODS:
         raise ConfigError(f"{method!r} is not a drafting method; choose one of {', '.join(METHODS)}", param="method")
     preset = None
+    if width is not None and width > 0 and not isinstance(target, str) and draft is None and method is None:
+        raise MissingDraftError(f"width={width} needs a draft; pass draft=, or leave width out", param="draft")
     if isinstance(target, str):
         preset = _preset(target, "target")
         if draft is None and method in (None, preset.method):

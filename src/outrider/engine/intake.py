@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 from outrider.backends.base import ModelInfo
@@ -56,8 +57,8 @@ class Intake:
                 raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
             tokens = self._tokenizer.encode(prompt)
         else:
-            tokens = list(prompt)
-            self._check_ids(tokens, "prompt")
+            self._check_ids(prompt, "prompt")
+            tokens = [index(token) for token in prompt]
         if not tokens:
             raise EmptyPromptError("the prompt has no tokens; give at least one", param="prompt")
         if len(tokens) >= self._info.context:
@@ -88,6 +89,11 @@ class Intake:
             raise UnknownMethodError(
                 f"this engine drafts by {self._method}, not by {method!r}; ask for {offered}", param="method"
             )
+        if self._method == "none" and request.width:
+            raise RequestError(
+                f"width={request.width} needs a draft and this engine has none; load one with draft=, or drop width",
+                param="width",
+            )
         if method == "none":
             return 0
         return self._width if request.width is None else request.width
@@ -95,7 +101,7 @@ class Intake:
     def _check_ids(self, ids: Iterable[Any], param: str) -> None:
         size = self._info.vocab_size
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise TokenRangeError(f"{param} takes token ids (whole numbers), got {token!r}", param=param)
             if not 0 <= token < size:
                 raise TokenRangeError(
@@ -108,5 +114,7 @@ def is_one_prompt(prompt: object) -> bool:
     if isinstance(prompt, (str, Request)):
         return True
     if not isinstance(prompt, Sequence):
-        raise RequestError(f"a prompt is text, token ids or a Request, got {type(prompt).__name__}", param="prompt")
-    return not prompt or isinstance(prompt[0], int)
+        cure = "; pass its tolist()" if hasattr(prompt, "tolist") else ""
+        kind = type(prompt).__name__
+        raise RequestError(f"a prompt is text, a list of token ids or a Request, got {kind}{cure}", param="prompt")
+    return not prompt or hasattr(prompt[0], "__index__")

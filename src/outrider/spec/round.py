@@ -1,10 +1,11 @@
-"""Draft, score, judge: the three verbs of a round, each checked once at its border, so that faults of a plug-in
-become typed errors here and nowhere else. The engine puts them in order.
+"""The verbs of a round: draft, score, judge, and what follows from the verdict. Faults of a plug-in become typed errors
+here and nowhere else. The loop puts them in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from outrider.backends.base import Backend, ModelInfo, Spans
 from outrider.draft.base import Drafter
@@ -16,12 +17,8 @@ def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
     """What the drafter has to say, in the target's arrays."""
     if not any(plan.widths):
         return Drafts([0] * len(plan.deciding), target.ops.integers([]))
-    try:
+    with _blaming(DraftError, f"the {drafter.name} draft failed"):
         drafts = drafter.propose(plan.deciding, plan.widths)
-    except OutriderError:
-        raise
-    except Exception as error:
-        raise DraftError(f"the {drafter.name} draft failed: {type(error).__name__}: {error}") from error
     if any(count > width for count, width in zip(drafts.counts, plan.widths, strict=True)):
         raise DraftError(f"the {drafter.name} draft proposed {drafts.counts} tokens where {plan.widths} were allowed")
     return target.ops.adopt(drafts)
@@ -30,12 +27,9 @@ def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
 def score(target: Backend, plan: Plan, drafts: Drafts) -> Scores:
     """ONE target pass for prompt chunks, pending tokens and drafts alike."""
     spans = _spans(target, plan, drafts)
-    try:
+    with _blaming(BackendError, "the target failed while scoring"):
         scores = target.score(spans)
-    except OutriderError:
-        raise
-    except Exception as error:
-        raise BackendError(f"the target failed while scoring: {type(error).__name__}: {error}") from error
+    scores.counts = [rows for rows in spans.rows if rows]
     scores.num_fed = sum(spans.counts)
     info = target.info
     expected = (sum(spans.rows), info.num_columns)
@@ -71,6 +65,29 @@ def emitted(drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[list[int
     return out
 
 
+def keep(target: Backend, jobs: Sequence[Job]) -> None:
+    """The target's cache goes back to what was emitted: everything but the last token, which is fed next."""
+    with _blaming(BackendError, "the target failed while rewinding"):
+        target.keep([_slot(job) for job in jobs], [job.cached for job in jobs])
+
+
+def observe(drafter: Drafter, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
+    """The drafter sees what came of its proposals."""
+    with _blaming(DraftError, f"the {drafter.name} draft failed"):
+        drafter.observe(plan, scores, verdicts)
+
+
+@contextmanager
+def _blaming(error: type[OutriderError], what: str) -> Iterator[None]:
+    """Name who failed. Our own errors pass as they are."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as cause:
+        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+
+
 def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     """What the target is fed. A target that cannot rewind is not fed the draft: its last known row judges it."""
     info = target.info
@@ -82,23 +99,24 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     rows: list[int] = []
     for job, chunk in zip(plan.reading, plan.chunks, strict=True):
         fed += job.tokens[job.cached : job.cached + chunk]
-        _append(job, slots, starts)
+        slots.append(_slot(job))
+        starts.append(job.cached)
         counts.append(chunk)
         rows.append(0)
     for job, proposal in zip(plan.deciding, proposals, strict=True):
         ahead = proposal if info.max_rewind != 0 else []
         fed += job.tokens[job.cached :]
         fed += ahead
-        _append(job, slots, starts)
+        slots.append(_slot(job))
+        starts.append(job.cached)
         counts.append(len(job.tokens) - job.cached + len(ahead))
         rows.append(len(ahead) + 1)
     return Spans(slots, starts, counts, rows, target.ops.integers(fed))
 
 
-def _append(job: Job, slots: list[Slot], starts: list[int]) -> None:
-    assert job.slot is not None, f"job {job.id} is in a plan without a slot"
-    slots.append(job.slot)
-    starts.append(job.cached)
+def _slot(job: Job) -> Slot:
+    assert job.slot is not None, f"job {job.id} takes part in a pass without a slot"
+    return job.slot
 
 
 def _proposals(info: ModelInfo, drafts: Drafts) -> Sequence[list[int]]:
