@@ -12,13 +12,13 @@ test: lint              ## lint, types and tests
 	$(BIN)/python -m pytest -n auto
 
 lint: .venv/.dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 format: .venv/.dev
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py

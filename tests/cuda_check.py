@@ -44,7 +44,7 @@ def noise_is_equal(device: str) -> None:
             - Noise(torch_xp, device).gumbel(there_words, there_positions, stream, 49_152).cpu().numpy()
         )
         assert floats.max() < 1e-5, floats.max()
-    print("noise: the same integers; Gumbel floats differ by at most", floats.max())  # noqa: T201
+    print("noise: the same integers; Gumbel floats differ by at most", floats.max())
 
 
 def engines_agree(device: str) -> None:
@@ -71,12 +71,12 @@ def engines_agree(device: str) -> None:
     there = engine.generate(requests)
     different = sum(a.token_ids != b.token_ids for a, b in zip(here, there, strict=True))
     assert different <= len(requests) // 50, different  # an ulp may move the edge of a top-p now and then
-    print(f"engine: {len(requests) - different} of {len(requests)} answers token-identical to numpy")  # noqa: T201
+    print(f"engine: {len(requests) - different} of {len(requests)} answers token-identical to numpy")
     plain = engine.generate([replace(r, width=0) for r in requests])
     for request, wide, narrow in zip(requests, there, plain, strict=True):
         if request.sampling.rule == "coupled" or request.sampling.temperature == 0.0:
             assert wide.token_ids == narrow.token_ids, request
-    print("engine: coupled and greedy answers equal plain decoding on the device")  # noqa: T201
+    print("engine: coupled and greedy answers equal plain decoding on the device")
 
 
 def judge_time(device: str) -> None:
@@ -98,7 +98,7 @@ def judge_time(device: str) -> None:
                     times.append(time.perf_counter() - started)
                 per_round = engine.statistics.judge_s / engine.statistics.passes * 1e6
                 per_token = min(times[1:]) / (40 * batch) * 1e6
-                print(f"{rule}, k={width}, batch {batch}: judge {per_round:.0f} us a round, {per_token:.0f} us a token")  # noqa: T201
+                print(f"{rule}, k={width}, batch {batch}: judge {per_round:.0f} us a round, {per_token:.0f} us a token")
 
 
 if __name__ == "__main__":

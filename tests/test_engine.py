@@ -285,12 +285,14 @@ def test_the_draft_catches_up_in_chunks() -> None:
         (replace(CONFIG, max_rewind=2), DRAFT, "the target can rewind only 2 tokens"),
         (CONFIG, replace(DRAFT, max_rewind=0), "the draft can rewind only 0 tokens"),
         (CONFIG, replace(DRAFT, context=10), "the answer is past the draft's context of 10 tokens"),
+        (CONFIG, replace(DRAFT, context=2), "the answer is past the draft's context of 2 tokens"),
         (CONFIG, replace(DRAFT, max_slots=0), "the draft has no room for another sequence"),
     ],
 )
 def test_fallbacks_are_counted_with_their_reason(target: MockConfig, draft: MockConfig, reason: str) -> None:
-    engine = load(target, draft, width=4)
+    engine = load(target, draft, width=4, prefill_chunk=1)
     result = engine.generate([1, 2], seed=5, max_tokens=20)
+    assert set(result.statistics.fallbacks) - {reason} <= {"the draft is still reading the prompt"}
     assert result.statistics.fallbacks[reason] > 0
     assert engine.statistics.fallbacks == result.statistics.fallbacks
     assert result.token_ids == load(width=0).generate([1, 2], seed=5, max_tokens=20).token_ids

@@ -135,6 +135,13 @@ def test_bench_measures_engine_time() -> None:
     assert noise_time(32, 1).median_us > 0
 
 
+def test_the_example_of_a_model_of_ones_own() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "own_model.py")], capture_output=True, text=True, check=True
+    )
+    assert "40 tokens in" in done.stdout and "passes instead of 40" in done.stdout
+
+
 def test_readme_python_runs() -> None:
     """The README's Python examples are executed as they stand."""
     blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]

@@ -36,8 +36,10 @@ class ModelDrafter:
         self.seats: dict[int, Seat] = {}
 
     def lag(self, job: Job) -> int:
-        seat = self.seats.get(job.id)
-        return len(job.tokens) - (seat.length if seat else 0)
+        seat = self._seat(job)
+        if seat is None or len(job.tokens) > self.backend.info.context:
+            return 0  # it will not read on; `propose` says why
+        return len(job.tokens) - seat.length
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
         """One draft pass per place of the proposal, for all jobs that still want a token there."""
@@ -145,7 +147,6 @@ class ModelDrafter:
 
     def _catch_up(self, jobs: Sequence[Job]) -> None:
         """Read one more chunk of tokens the draft lags behind, without asking for rows."""
-        jobs = [job for job in jobs if self._seat(job) is not None and len(job.tokens) <= self.backend.info.context]
         if not jobs:
             return
         seats = [self.seats[job.id] for job in jobs]

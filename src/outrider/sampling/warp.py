@@ -76,7 +76,8 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
         rows, ids, values = zip(*bias, strict=True)
         controls.bias = (index(rows), index(ids), xp.asarray(values, dtype=xp.float32, device=device))
     if rows_where(lambda p: p.temperature not in (0.0, 1.0)):
-        controls.temperature = column([p.temperature or 1.0 for p in params])
+        # greedy rows are left alone; a denormal would become 0 in float32, and 0 / 0 is no number
+        controls.temperature = column([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
     if ranked := rows_where(lambda p: p.temperature and (p.top_k is not None or p.top_p < 1.0)):
         # top_p 2 is "off": rounding may carry a cumulative mass just past 1
         top_p = [params[row].top_p if params[row].top_p < 1.0 else 2.0 for row in ranked]
