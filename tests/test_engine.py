@@ -393,6 +393,25 @@ def test_a_drafter_that_proposes_too_much_is_refused() -> None:
         engine.generate([1], max_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": []}, "proposed \\[\\] tokens where \\[4\\] were allowed"),
+        ({"tokens": np.zeros(3, dtype=np.int64)}, "tokens of shape \\(3,\\) for 4 drafts"),
+        ({"probs": np.ones((4, 25), dtype=np.float32)}, "rows of shape \\(4, 25\\), wanted \\(4, 26\\)"),
+    ],
+)
+def test_drafts_of_the_wrong_shape_are_refused(change: dict[str, Any], message: str) -> None:
+    class Odd(ScriptedDrafter):
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
+            return replace(super().propose(jobs, widths), **change)
+
+    engine = load(draft=Odd(lambda tokens, width: [0] * width))
+    with pytest.raises(DraftError, match=message):
+        engine.generate([1], max_tokens=8)
+    nothing_left(engine)
+
+
 def test_an_interrupt_leaves_nothing_behind() -> None:
     class Interrupted(MockBackend):
         def score(self, spans: Spans) -> Scores:

@@ -108,15 +108,12 @@ def reject(
     accepted = leading(xp, keep, layout)
     row = xp.minimum(layout.first + accepted, layout.last)
     refused = accepted < layout.drafted
-    refused_draft = xp.take_along_axis(layout.grid, accepted[:, None], axis=1)[
-        :, 0
-    ]  # meaningless where none is refused
-    rest = residual(xp, target[row, ...], refused_draft, tokens, probs)
+    at = xp.take_along_axis(layout.grid, accepted[:, None], axis=1)[:, 0]  # the refused draft, where there is one
+    rest = residual(xp, target[row, ...], at, tokens, probs)
     replace = refused & xp.any(rest > 0, axis=-1)  # a residual without mass falls back to p
     log_rest = xp.where(rest > 0, xp.log(xp.where(rest > 0, rest, xp.ones_like(rest))), -xp.inf)
     source = xp.where(replace[:, None], log_rest, x[row, ...])
-    stream = xp.where(refused, int(Stream.REPLACE), int(Stream.TARGET))
-    stream = xp.astype(stream, xp.int32)
+    stream = xp.astype(refused, xp.int32) * int(Stream.REPLACE)  # the others draw their bonus from TARGET, which is 0
     return Ruling(accepted, draw(source, noise.gumbel(words[:, row], positions[row], stream, x.shape[1]), None))
 
 

@@ -19,8 +19,7 @@ def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
         return Drafts([0] * len(plan.deciding), target.ops.integers([]))
     with _blaming(DraftError, f"the {drafter.name} draft failed"):
         drafts = drafter.propose(plan.deciding, plan.widths)
-    if any(count > width for count, width in zip(drafts.counts, plan.widths, strict=True)):
-        raise DraftError(f"the {drafter.name} draft proposed {drafts.counts} tokens where {plan.widths} were allowed")
+    _check_drafts(drafter, target.info, plan, drafts)
     return target.ops.adopt(drafts)
 
 
@@ -44,7 +43,8 @@ def score(target: Backend, plan: Plan, drafts: Drafts) -> Scores:
 
 def judge(target: Backend, plan: Plan, drafts: Drafts, scores: Scores) -> Verdicts:
     """The verdict on every deciding job."""
-    verdicts = target.ops.judge(plan.deciding, drafts, scores)
+    with _blaming(BackendError, "sampling failed"):
+        verdicts = target.ops.judge(plan.deciding, drafts, scores)
     if drafts.faults:
         verdicts.faults = {**verdicts.faults, **drafts.faults}
     return verdicts
@@ -86,6 +86,22 @@ def _blaming(error: type[OutriderError], what: str) -> Iterator[None]:
         raise
     except Exception as cause:
         raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+
+
+def _check_drafts(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts) -> None:
+    """Drafts come from plug-ins too: shapes must fit what was asked for."""
+    if len(drafts.counts) != len(plan.widths) or any(
+        count > width for count, width in zip(drafts.counts, plan.widths, strict=True)
+    ):
+        raise DraftError(f"the {drafter.name} draft proposed {drafts.counts} tokens where {plan.widths} were allowed")
+    total, name = sum(drafts.counts), drafter.name
+    if tuple(drafts.tokens.shape) != (total,):
+        raise DraftError(f"the {name} draft gave tokens of shape {tuple(drafts.tokens.shape)} for {total} drafts")
+    wanted = (total, info.vocab_size)
+    if drafts.probs is not None and tuple(drafts.probs.shape) != wanted:
+        raise DraftError(
+            f"the {name} draft gave rows of shape {tuple(drafts.probs.shape)}, wanted {wanted}", param="probs"
+        )
 
 
 def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
