@@ -19,7 +19,7 @@ from outrider.config import MockConfig
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.errors import BackendError, DraftError, RequestError
+from outrider.errors import BackendError, DraftError, RequestError, TokenRangeError, VocabularyError
 from outrider.types import FinishReason, Job, Request, Scores
 
 CONFIG = MockConfig(vocab_size=26, seed=3)
@@ -131,6 +131,7 @@ def test_cancelling_the_task_of_an_async_stream_frees_everything() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.sleep(0.1)  # the round under way ends it
 
     asyncio.run(cancel())
     nothing_left(engine)
@@ -281,7 +282,7 @@ def test_the_draft_catches_up_in_chunks() -> None:
 @pytest.mark.parametrize(
     ("target", "draft", "reason"),
     [
-        (replace(CONFIG, max_rewind=0), DRAFT, "the target cannot rewind: one token a round"),
+        (replace(CONFIG, max_rewind=0), DRAFT, "the target cannot rewind: one draft a round, judged before it is fed"),
         (replace(CONFIG, max_rewind=2), DRAFT, "the target can rewind only 2 tokens"),
         (CONFIG, replace(DRAFT, max_rewind=0), "the draft can rewind only 0 tokens"),
         (CONFIG, replace(DRAFT, context=10), "the answer is past the draft's context of 10 tokens"),
@@ -290,12 +291,46 @@ def test_the_draft_catches_up_in_chunks() -> None:
     ],
 )
 def test_fallbacks_are_counted_with_their_reason(target: MockConfig, draft: MockConfig, reason: str) -> None:
-    engine = load(target, draft, width=4, prefill_chunk=1)
+    engine = load(target, draft, width=4)
     result = engine.generate([1, 2], seed=5, max_tokens=20)
-    assert set(result.statistics.fallbacks) - {reason} <= {"the draft is still reading the prompt"}
+    ending = f"the answer comes to the end of the draft's context of {draft.context} tokens"
+    assert set(result.statistics.fallbacks) - {reason} <= {ending}
     assert result.statistics.fallbacks[reason] > 0
     assert engine.statistics.fallbacks == result.statistics.fallbacks
     assert result.token_ids == load(width=0).generate([1, 2], seed=5, max_tokens=20).token_ids
+
+
+def test_a_target_that_cannot_rewind_is_not_drafted_for_unasked() -> None:
+    engine = load(replace(CONFIG, max_rewind=0))
+    counts = engine.generate([1, 2], seed=5, max_tokens=20).statistics
+    assert counts.drafted == 0
+    assert counts.fallbacks == {"the target cannot rewind, so drafting saves no pass": 19}
+
+
+@pytest.mark.parametrize("limits", [{"context": 8}, {"max_slots": 0}])
+def test_a_draft_that_cannot_read_a_long_prompt_says_why(limits: dict[str, int]) -> None:
+    engine = load(draft=replace(DRAFT, **limits), prefill_chunk=4)
+    counts = engine.generate(list(range(20)), seed=5, max_tokens=6).statistics
+    reason = "no room for another sequence" if "max_slots" in limits else "past the draft's context of 8 tokens"
+    told = [fallback for fallback in counts.fallbacks if reason in fallback]
+    assert len(told) == 1 and counts.fallbacks[told[0]] >= 4
+
+
+def test_a_job_past_the_drafts_context_gives_its_place_back() -> None:
+    engine = load(draft=replace(DRAFT, context=8, max_slots=1))
+    long = engine.stream(list(range(6)), seed=1, max_tokens=100)
+    for _ in range(8):
+        next(long)
+    assert engine.generate([1], seed=1, max_tokens=5).statistics.drafted > 0
+    long.close()
+    nothing_left(engine)
+
+
+def test_a_drafter_made_by_hand_reads_at_its_own_pace() -> None:
+    engine = Engine.load(MockBackend(CONFIG), draft=ModelDrafter(MockBackend(DRAFT), chunk=8), prefill_chunk=16)
+    assert engine.generate(list(range(26)) * 2, seed=1, max_tokens=20).statistics.drafted > 0
+    with pytest.raises(VocabularyError):
+        Engine.load(MockBackend(CONFIG), draft=ModelDrafter(MockBackend(MockConfig(vocab_size=9))))
 
 
 def test_a_target_that_cannot_rewind_takes_one_pass_a_token() -> None:
@@ -470,6 +505,238 @@ def test_a_model_that_fails_to_go_back_is_said(
     with pytest.raises(error, match=f"{message}: RuntimeError: lost"):
         engine.generate([1], seed=1, max_tokens=30)
     nothing_left(engine)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_model_that_fails_to_open_fails_one_request_only(side: str) -> None:
+    class Full(MockBackend):
+        broken = True
+
+        def open(self) -> Any:
+            if self.broken:
+                raise MemoryError("no pages")
+            return super().open()
+
+    models = {"target": MockBackend(CONFIG), "draft": MockBackend(DRAFT), side: Full(CONFIG)}
+    engine = Engine.load(models["target"], draft=models["draft"])
+    kind = BackendError if side == "target" else DraftError
+    with pytest.raises(kind, match="MemoryError: no pages"):
+        engine.generate([1], seed=1, max_tokens=4)
+    nothing_left(engine)
+    if side == "draft":
+        assert len(engine.generate([1], max_tokens=4, width=0).token_ids) == 4
+    models[side].broken = False
+    assert len(engine.generate([1], max_tokens=4).token_ids) == 4
+
+
+def test_a_target_without_room_for_anybody_says_so() -> None:
+    engine = load(replace(CONFIG, max_slots=0), "ngram")
+    with pytest.raises(BackendError, match="no room for a single sequence"):
+        engine.generate([1])
+    nothing_left(engine)
+
+
+def test_a_drafter_that_fails_spares_requests_without_drafts() -> None:
+    def fail(tokens: Sequence[int], width: int) -> list[int]:
+        raise RuntimeError("no idea")
+
+    engine = load(draft=ScriptedDrafter(fail))
+    plain = engine.stream([1], seed=1, max_tokens=6, width=0)
+    with pytest.raises(DraftError, match="no idea"):
+        engine.generate([1], seed=1, max_tokens=6)
+    assert len(list(plain)[-1].result.token_ids) == 6
+
+
+def test_a_wrong_proposal_fails_its_own_request_only() -> None:
+    engine = load(draft=ScriptedDrafter(lambda tokens, width: [99] if tokens[0] == 2 else [0] * width))
+    good, bad = engine.stream([1], seed=1, max_tokens=9), engine.stream([2], seed=1, max_tokens=9)
+    with pytest.raises(DraftError, match="token 99"):
+        list(bad)
+    assert list(good)[-1].result.token_ids == engine.generate([1], seed=1, max_tokens=9, width=0).token_ids
+
+
+def test_a_finished_answer_survives_a_drafter_that_fails_afterwards() -> None:
+    class Forgetful(ScriptedDrafter):
+        def observe(self, *_: Any) -> int:
+            raise RuntimeError("lost")
+
+        def forget(self, job: Job) -> None:
+            raise RuntimeError("lost too")
+
+    engine = load(draft=Forgetful(lambda tokens, width: []))
+    other = engine.stream([1], seed=1, max_tokens=5)
+    assert len(engine.generate([1], seed=1, max_tokens=1).token_ids) == 1
+    with pytest.raises(DraftError, match="lost"):
+        list(other)
+    nothing_left(engine)
+
+
+def test_every_caller_of_a_broken_pass_has_an_error_of_its_own() -> None:
+    target = Faulty(CONFIG)
+    engine = Engine.load(target)
+    streams = [engine.stream([1]) for _ in range(2)]
+    target.broken = "crash"
+    errors = []
+    for stream in streams:
+        with pytest.raises(BackendError) as caught:
+            next(stream)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
+
+
+def test_a_stream_that_is_gone_cannot_cancel_a_namesake() -> None:
+    engine = load()
+    first = engine.stream([1], seed=1, max_tokens=3, request_id="chat")
+    list(first)
+    second = engine.stream([1], seed=1, max_tokens=9, request_id="chat")
+    next(second)
+    first.cancel()
+    del first
+    assert list(second)[-1].result.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stream_left_on_an_idle_engine_frees_everything_at_once() -> None:
+    engine = load()
+    stream = engine.stream([1], seed=1)
+    next(stream)
+    del stream
+    nothing_left(engine)
+
+
+def test_async_streams_cancelled_twice_leave_nothing() -> None:
+    """Cancel scopes deliver a cancellation again at the next await: cleaning up must not need one."""
+    engine = load(replace(CONFIG, seconds_per_pass=0.002), max_batch=8)
+
+    async def run() -> None:
+        async def read() -> None:
+            async for _ in engine.astream([1], seed=1):
+                pass
+
+        tasks = [asyncio.create_task(read()) for _ in range(40)]
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    nothing_left(engine)
+
+
+def test_an_async_reader_does_not_wait_for_those_in_line() -> None:
+    """100 requests in line hold no thread: the first answer arrives while the others wait."""
+    engine = load(replace(CONFIG, seconds_per_pass=0.001), max_batch=1)
+    done: list[int] = []
+
+    async def read(number: int) -> None:
+        async for _ in engine.astream([1], seed=number, max_tokens=4, width=0):
+            pass
+        done.append(number)
+        assert engine.num_requests >= 99 - number - 1  # the next may be running by now
+
+    async def run() -> None:
+        await asyncio.gather(*(read(number) for number in range(100)))
+
+    asyncio.run(run())
+    assert sorted(done) == list(range(100))
+    nothing_left(engine)
+
+
+def test_a_callback_that_raises_stop_iteration_is_no_quiet_end() -> None:
+    engine = load()
+    with pytest.raises(RuntimeError, match="on_token raised StopIteration"):
+        list(engine.stream([1], on_token=lambda token, text: next(iter([]))))
+
+
+def test_what_a_callback_is_shown_adds_up_to_the_text() -> None:
+    engine = load()
+    for stop in ([], ["hh"], [" rider x"]):
+        for seed in range(20):
+            pieces: list[str] = []
+            settings = {"seed": seed, "max_tokens": 12, "stop": stop, "stop_ids": [5]}
+            result = engine.generate([1], on_token=lambda token, text, p=pieces: p.append(text), **settings)
+            assert "".join(pieces) == result.text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"banned": (value for value in [1])},
+        {"banned": 3},
+        {"processors": lambda tokens, row: row},
+        {"processors": [5]},
+        {"stop_ids": (value for value in [1])},
+        {"stop_ids": 2},
+        {"stop": (value for value in ["a"])},
+        {"logit_bias": [1, 2]},
+        {"sampling": {}},
+        {"on_token": 5},
+    ],
+)
+def test_a_bad_value_is_refused_before_it_can_hurt_others(bad: dict[str, Any]) -> None:
+    engine = load()
+    stream = engine.stream([1], seed=1, max_tokens=5)
+    with pytest.raises(RequestError) as caught:
+        engine.generate([1], **bad)
+    assert caught.value.param == next(iter(bad))
+    assert len(list(stream)[-1].result.token_ids) == 5
+
+
+def test_collections_are_taken_as_they_were_when_asked() -> None:
+    engine = load()
+    bias, banned = {2: 5.0}, np.asarray([3, 4])
+    stream = engine.stream([1], seed=1, max_tokens=20, logit_bias=bias, banned=banned)
+    first = next(stream).tokens
+    bias[99], banned[:] = 1.0, 2
+    tokens = first + [token for event in stream for token in event.tokens]
+    assert 2 in tokens and not {3, 4} & set(tokens)
+
+
+def test_none_is_not_given() -> None:
+    engine = load()
+    given = engine.generate([1], seed=1, max_tokens=5, stop=None, stop_ids=None, logit_bias=None, top_k=None)
+    assert given.token_ids == engine.generate([1], seed=1, max_tokens=5).token_ids
+
+
+def test_a_tokenizer_that_does_not_fit_is_said() -> None:
+    small, large = mock_tokenizer(5), mock_tokenizer(40)
+    engine = Engine.load(MockBackend(CONFIG), tokenizer=small)
+    with pytest.raises(BackendError, match="the tokenizer failed on token"):
+        engine.generate([1], seed=1, max_tokens=20)
+    engine = Engine.load(MockBackend(CONFIG), tokenizer=large)
+    with pytest.raises(TokenRangeError, match="token id"):
+        engine.generate(" rain")
+
+
+def test_names_do_not_collide() -> None:
+    engine = load()
+    mine = engine.stream([1], seed=1, max_tokens=5, request_id="request-2")
+    streams = [engine.stream([1], seed=1, max_tokens=5) for _ in range(3)]
+    assert len({mine.request_id, *(stream.request_id for stream in streams)}) == 4
+
+
+def test_a_mistake_has_one_class_at_any_width() -> None:
+    engine = load()
+    for width in (0, 4):
+        with pytest.raises(RequestError, match="leave no token"):
+            engine.generate([1], banned=range(26), width=width)
+        with pytest.raises(RequestError, match="a logits processor failed"):
+            engine.generate([1], processors=[lambda tokens, row: 1 / 0], width=width)
+
+
+@pytest.mark.parametrize("draft", ["scripted", "model"])
+def test_a_processor_that_refuses_texts_that_never_were_does_no_harm(draft: str) -> None:
+    def never_five(tokens: Sequence[int], row: Any) -> Any:
+        assert 5 not in tokens
+        row[5] = -np.inf
+        return row
+
+    drafter = ScriptedDrafter(lambda tokens, width: [5] * width) if draft == "scripted" else DRAFT
+    engine = load(draft=drafter)
+    settings = {"seed": 1, "max_tokens": 20, "processors": [never_five]}
+    assert engine.generate([1], **settings).token_ids == engine.generate([1], width=0, **settings).token_ids
 
 
 def test_close_ends_what_runs() -> None:

@@ -91,9 +91,7 @@ REQUESTS = [
     ),
     refuses(TokenRangeError, "token_out_of_range", "stop_ids", "token id 8", lambda e: e.generate([1], stop_ids=[8])),
     refuses(RequestError, "invalid_request", "prompt", "a text prompt needs a tokenizer", lambda e: e.generate("hi")),
-    refuses(
-        RequestError, "invalid_request", "prompt", "a list of token ids or a Request, got int", lambda e: e.generate(5)
-    ),
+    refuses(RequestError, "invalid_request", "prompt", "text or a list of token ids, got int", lambda e: e.generate(5)),
     refuses(
         RequestError, "invalid_request", "stop", "stop strings need a tokenizer", lambda e: e.generate([1], stop="x")
     ),
@@ -154,21 +152,22 @@ REQUESTS = [
     *(
         refuses(RequestError, "invalid_request", name, message, lambda e, n=name, v=value: e.generate([1], **{n: v}))
         for name, value, message in [
-            ("temperature", -0.1, "temperature must be at least 0, got -0.1"),
-            ("temperature", math.nan, "temperature must be at least 0, got nan"),
+            ("temperature", -0.1, "temperature must be at least 0 and at most 1e+06, got -0.1"),
+            ("temperature", math.nan, "temperature must be at least 0 and at most 1e+06, got nan"),
+            ("temperature", 1e39, "temperature must be at least 0 and at most 1e+06, got 1e+39"),
             ("temperature", "hot", "temperature must be a number, got 'hot'"),
-            ("top_k", 0, "top_k must be at least 1, got 0"),
+            ("top_k", 0, "top_k must be at least 1 (None is off), got 0"),
             ("top_p", 0.0, "top_p must be above 0 and at most 1, got 0.0"),
             ("top_p", 1.1, "top_p must be above 0 and at most 1, got 1.1"),
             ("min_p", -1, "min_p must be at least 0 and at most 1, got -1"),
             ("typical_p", 2, "typical_p must be above 0 and at most 1, got 2"),
-            ("repetition_penalty", 0, "repetition_penalty must be above 0, got 0"),
-            ("presence_penalty", math.inf, "presence_penalty must be finite, got inf"),
-            ("frequency_penalty", math.nan, "frequency_penalty must be finite, got nan"),
-            ("seed", 1.5, "seed must be a whole number or None, got 1.5"),
+            ("repetition_penalty", 0, "repetition_penalty must be at least 1e-06 and at most 1e+06, got 0"),
+            ("presence_penalty", math.inf, "presence_penalty must be at least -1e+06 and at most 1e+06, got inf"),
+            ("frequency_penalty", math.nan, "frequency_penalty must be at least -1e+06 and at most 1e+06, got nan"),
+            ("seed", 1.5, "seed must be a whole number, got 1.5"),
             ("seed", 1 << 64, "seed must fit into 64 bits"),
             ("accept", "greedy", "accept must be auto, rejection or coupled, got 'greedy'"),
-            ("deadline_s", -1, "deadline_s must be at least 0, got -1"),
+            ("deadline_s", math.inf, "deadline_s must be at least 0 and finite, got inf"),
             ("choice", -1, "choice must be at least 0, got -1"),
         ]
     ),
@@ -176,7 +175,7 @@ REQUESTS = [
         RequestError,
         "invalid_request",
         "logit_bias[2]",
-        "must be finite, got inf",
+        "must be at least -1e+06 and at most 1e+06, got inf",
         lambda e: e.generate([1], logit_bias={2: math.inf}),
     ),
 ]
@@ -262,6 +261,14 @@ CONFIGS = [
         "odd has a context of 1",
         lambda: ModelInfo(name="odd", vocab_size=4, num_columns=4, context=1),
     ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "method",
+        "the method ngram uses no draft model; leave out draft= or method=",
+        lambda: Engine.load(mock(), draft=mock(), method="ngram"),
+    ),
+    refuses(ConfigError, "invalid_config", "width", "whole number, got '4'", lambda: Engine.load(mock(), width="4")),
     refuses(ConfigError, "invalid_config", "max_batch", "at least 1, got 0", lambda: SchedulerConfig(max_batch=0)),
     refuses(
         ConfigError, "invalid_config", "prefill_chunk", "at least 1, got 0", lambda: SchedulerConfig(prefill_chunk=0)
@@ -313,6 +320,9 @@ def test_ids_of_array_libraries_are_ids() -> None:
     assert engine.generate(list(ids), seed=1, max_tokens=4).token_ids == expected
     with pytest.raises(RequestError, match="got ndarray; pass its tolist"):
         engine.generate(ids)
+    with pytest.raises(RequestError, match="prompt 0: a prompt is text or a list of token ids, got ndarray"):
+        engine.generate([ids, ids])
+    assert engine.generate([1, 2], seed=np.int64(1), max_tokens=4, temperature=np.float32(1)).token_ids == expected
 
 
 def test_vocabularies_that_differ_only_by_padding_work() -> None:

@@ -15,6 +15,7 @@ from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend, mock_tokenizer
 from outrider.clock import SystemClock, VirtualClock
 from outrider.config import MockConfig
+from outrider.errors import BackendError
 from outrider.types import Slot
 
 CONFIG = MockConfig(vocab_size=7, seed=2, context=64)
@@ -90,23 +91,23 @@ def test_it_screams_at_a_wrong_position() -> None:
     slot = mock.open()
     feed(mock, slot, 0, [1, 2])
     for start in (0, 1, 3):
-        with pytest.raises(AssertionError, match=f"holds 2 tokens but was fed position {start}"):
+        with pytest.raises(BackendError, match=f"holds 2 tokens but was fed position {start}"):
             feed(mock, slot, start, [3])
 
 
 @pytest.mark.parametrize("token", [-1, 7])
 def test_it_screams_at_a_wrong_token(token: int) -> None:
     mock = MockBackend(CONFIG)
-    with pytest.raises(AssertionError, match=f"token {token} is not in a vocabulary of 7"):
+    with pytest.raises(BackendError, match=f"token {token} is not in a vocabulary of 7"):
         feed(mock, mock.open(), 0, [token])
 
 
 def test_it_screams_past_its_context_and_beyond_its_length() -> None:
     mock = MockBackend(CONFIG)
     slot = mock.open()
-    with pytest.raises(AssertionError, match="65 tokens in a context of 64"):
+    with pytest.raises(BackendError, match="65 tokens in a context of 64"):
         feed(mock, slot, 0, [1] * 65)
-    with pytest.raises(AssertionError, match="cannot go to 99"):
+    with pytest.raises(BackendError, match="cannot go to 99"):
         mock.rewind(slot, 99)
 
 
@@ -115,7 +116,7 @@ def test_it_cannot_rewind_when_told_so() -> None:
     slot = mock.open()
     feed(mock, slot, 0, [1, 2, 3])
     mock.rewind(slot, 2)
-    with pytest.raises(AssertionError, match="cannot rewind 2 tokens of 1"):
+    with pytest.raises(BackendError, match="cannot rewind 2 tokens, only 1"):
         mock.rewind(slot, 0)
 
 
@@ -125,6 +126,13 @@ def test_shortage_is_a_value() -> None:
     assert mock.open() is None and mock.fork(slot) is None and mock.load({"tokens": []}) is None
     mock.close(slot)
     assert mock.open() is not None
+
+
+def test_a_state_that_does_not_fit_leaves_no_slot_behind() -> None:
+    mock = MockBackend(CONFIG)
+    with pytest.raises(BackendError):
+        mock.load({"tokens": [99]})
+    assert mock.num_slots == 0
 
 
 def test_order_limits_the_dependence() -> None:

@@ -148,12 +148,16 @@ def test_trap_5_new_tokens_never_reach_the_draft(monkeypatch: Patch) -> None:
 @pytest.mark.blind
 def test_trap_5_a_checkpoint_of_an_earlier_request(monkeypatch: Patch) -> None:
     def mutate(patch: Patch) -> None:
-        def seat(self: Loop, job: Job) -> bool:
-            job.slot = self.target.load({"tokens": [2, *PROMPT[1:-1]]})
-            job.cached = len(PROMPT) - 1
-            return True
+        admit = Loop._admit
 
-        patch.setattr(Loop, "_seat", seat)
+        def restore(self: Loop) -> None:
+            before = set(self.scheduler.running)
+            admit(self)
+            for job in set(self.scheduler.running) - before:
+                job.slot = self.target.load({"tokens": [2, *PROMPT[1:-1]]})
+                job.cached = len(PROMPT) - 1
+
+        patch.setattr(Loop, "_admit", restore)
 
     assert is_seen(Case("plain", draft="none", width=0), mutate, monkeypatch)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outrider"
 # A module imports only lower ranks or its own package; spec and sched share a rank and stay strangers.
 RANK = {
-    **dict.fromkeys(("types", "errors", "config", "metrics", "clock"), 0),
+    **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "clock"), 0),
     **dict.fromkeys(("tokenizer", "sampling"), 1),
     "backends": 2,
     "draft": 3,
@@ -44,7 +44,8 @@ def internal_imports() -> Iterator[tuple[str, str]]:
 
 def test_layers() -> None:
     own = {"__version__"}
-    within_rank_0 = {("types", "errors"), ("types", "metrics"), ("config", "errors")}
+    within_rank_0 = {("types", "errors"), ("types", "metrics"), ("types", "checks")}
+    within_rank_0 |= {("config", "errors"), ("config", "checks"), ("checks", "errors")}
     checked = 0
     for package, imported in internal_imports():
         if package == "__init__" or imported in own:
@@ -90,6 +91,7 @@ def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_demo_shows_text_drafts_and_statistics() -> None:
     done = outrider("demo")
     assert done.returncode == 0, done.stderr
+    assert outrider("demo", "--draft", "none").returncode == 0
     for word in ("the rider", "drafted", "kept", "replacement", "bonus", "acceptance", "seed 1, rule coupled"):
         assert word in done.stdout
 

@@ -21,6 +21,7 @@ from outrider.errors import BackendError, RequestError
 from outrider.sampling import accept
 from outrider.sampling.noise import Noise, Stream, seed_words
 from outrider.sampling.ops import SamplingOps
+from outrider.sampling.warp import build_controls, shape
 from outrider.types import Drafts, Job, Request, SamplingParams, Scores
 
 from cases import CONTROLS
@@ -188,11 +189,42 @@ def test_ties_go_to_the_lowest_id(library: str) -> None:
     assert ops.draft([greedy], [[]], flat).tokens.tolist() == [0]
 
 
+@pytest.mark.parametrize("shape_by", [{"top_p": 0.8}, {"typical_p": 0.6}, {"top_k": 900, "top_p": 0.95}])
+@both
+def test_a_row_is_shaped_the_same_alone_and_among_others(library: str, shape_by: dict[str, Any]) -> None:
+    """At a real vocabulary, where a library may split its sums over threads by the number of rows."""
+    ops, rng = LIBRARIES[library], np.random.default_rng(1)
+    logits = ops.xp.asarray(rng.standard_normal((8, 50_000)).astype(np.float32))
+    jobs = [job(50_000, seed=b, **shape_by) for b in range(8)]
+
+    def shaped(rows: slice) -> Any:
+        controls = build_controls(ops.xp, None, jobs[rows])
+        return np.asarray(shape(ops.xp, logits[rows], controls, lambda row: (jobs[row], [])).logits)
+
+    together = shaped(slice(0, 8))
+    for row in range(8):
+        assert (shaped(slice(row, row + 1))[0] == together[row]).all()
+
+
+@both
+def test_a_fault_in_a_row_nobody_reaches_is_no_fault(library: str) -> None:
+    """Rows after a refused draft are of a text that never was."""
+    ops = LIBRARIES[library]
+    logits = np.zeros((3, 4), dtype=np.float32)
+    logits[:, 1] = 5.0
+    logits[2] = np.nan
+    for drafts, accepted, faults in (([0, 1], 0, 0), ([1, 0], 1, 0), ([1, 1], 2, 1)):
+        for rule in ("coupled", "rejection"):
+            one = job(4, temperature=0.0, accept=rule)
+            verdict = ops.judge([one], Drafts([2], ops.integers(drafts)), Scores([3], ops.xp.asarray(logits)))
+            assert verdict.accepted.tolist() == [accepted] and len(verdict.faults) == faults
+
+
 @both
 def test_extreme_temperatures_stay_finite(library: str) -> None:
     ops = LIBRARIES[library]
     logits = ops.xp.asarray(np.asarray([[30.0, 29.0, -80.0]], dtype=np.float32))
-    for temperature in (1e-300, 1e-30, 1e-3, 1e6):
+    for temperature in (1e-300, 1e-30, 1e-3, 1e5, 1e6):
         probs = np.asarray(ops.draft([job(3, accept="rejection", temperature=temperature)], [[]], logits).probs)
         assert np.isfinite(probs).all() and probs.sum() == pytest.approx(1.0)
 
@@ -225,6 +257,9 @@ def test_a_processor_sees_tokens_and_drafts_and_comes_first(library: str) -> Non
         ([0.0, 1.0, 2.0], {"processors": (lambda t, r: r[:1] + r,)}, None, ""),
         ([0.0, 1.0, 2.0], {"processors": (lambda t, r: [1, 2],)}, RequestError, "processor failed"),
         ([0.0, 1.0, 2.0], {"processors": (lambda t, r: 1 / 0,)}, RequestError, "division by zero"),
+        ([0.0, 1.0, 2.0], {"processors": (lambda t, r: r[:1],)}, RequestError, r"it returned shape (1,)"),
+        ([0.0, 1.0, 2.0], {"processors": (lambda t, r: r * math.nan,)}, RequestError, "processor returned NaN"),
+        ([0.0, 1.0, 2.0], {"processors": (lambda t, r: r + math.inf,)}, RequestError, "NaN or infinity"),
     ],
 )
 def test_faults_name_the_job_and_spare_its_neighbour(

@@ -113,7 +113,7 @@ def test_advice_when_it_does_not_pay() -> None:
     result = engine.generate([1], temperature=0.0, max_tokens=20)
     assert engine.statistics.measured_speedup < 0.5
     assert "does not pay" in engine.statistics.advice and "0% of the drafts are kept" in engine.statistics.advice
-    assert result.statistics.rejected == result.statistics.wide_rounds
+    assert result.statistics.rejected == result.statistics.wide.rounds
     result.statistics.tempo = Tempo()  # without plain rounds to compare with, the estimate speaks
     assert result.statistics.measured_speedup is None
     assert result.statistics.estimated_speedup < 0.5 and "estimated" in result.statistics.advice
@@ -158,5 +158,51 @@ def test_ngram_lookup_proposes_what_followed_and_repeats_loops() -> None:
     assert lookup([3, 3], 4) == [3, 3, 3, 3]
     assert lookup([1, 2, 3, 4], 4) == []
     assert lookup([1], 4) == []
-    drafter.observe(Plan([], [], [], []), None, None)
+    assert drafter.observe(Plan([], [], [], []), None, None) == 0
     assert not drafter._indices
+
+
+def test_the_estimate_knows_that_a_target_without_rewind_saves_nothing() -> None:
+    clock = VirtualClock()
+    target = MockBackend(MockConfig(vocab_size=16, seed=1, seconds_per_pass=1.0, max_rewind=0), clock=clock)
+    draft = MockBackend(MockConfig(vocab_size=16, seed=1, seconds_per_pass=0.1), clock=clock)
+    engine = Engine.load(target, draft=draft, width=4, clock=clock)
+    engine.generate([1], temperature=0.0, max_tokens=20)
+    engine.generate([1], temperature=0.0, max_tokens=20, width=0)
+    assert engine.statistics.estimated_speedup == pytest.approx(1 / 1.1)
+    assert engine.statistics.measured_speedup == pytest.approx(1 / 1.1)
+
+
+def test_request_estimates_price_the_batch_they_ran_in() -> None:
+    """8 requests side by side, passes cost 1 s a row, drafts nothing and are always wrong: 1 token for 5 rows."""
+    engine = costly_engine(False, seconds_per_token=1.0)
+    plain = [Request(prompt=[b], sampling=SamplingParams(temperature=0.0), max_tokens=10, width=0) for b in range(8)]
+    wide = [Request(prompt=[b], sampling=SamplingParams(temperature=0.0), max_tokens=40) for b in range(8)]
+    engine.generate(plain)
+    results = engine.generate(wide)
+    assert results[0].statistics.estimated_speedup == pytest.approx(engine.statistics.estimated_speedup, rel=0.1)
+    assert results[0].statistics.estimated_speedup == pytest.approx(0.2, rel=0.2)
+
+
+def test_no_time_and_no_pass_goes_missing() -> None:
+    """Prompt chunks, draft catch-up and rounds all cost virtual time, and all of it is in the request's statistics."""
+    clock = VirtualClock()
+    costs = {"seconds_per_pass": 1.0, "seconds_per_token": 0.1}
+    target = MockBackend(MockConfig(vocab_size=16, seed=1, **costs), clock=clock)
+    draft = MockBackend(MockConfig(vocab_size=16, seed=1, drift=0.3, **costs), clock=clock)
+    engine = Engine.load(target, draft=draft, width=3, clock=clock, prefill_chunk=8)
+    engine.generate([1], seed=1, max_tokens=3, width=0)
+    started, passes = clock.now(), target.num_passes
+    counts = engine.generate([1] * 50, seed=1, max_tokens=20).statistics
+    assert counts.draft_s + counts.score_s + counts.judge_s == pytest.approx(clock.now() - started)
+    assert counts.passes == target.num_passes - passes and counts.draft_steps == draft.num_passes
+    assert counts.draft_step_cost == pytest.approx(1.0, rel=0.25)  # the prompt's chunks are left aside
+
+
+def test_advice_prefers_the_estimate_when_few_rounds_can_be_compared() -> None:
+    counts = Statistics()
+    counts.tempo.add(1, True, 5, 1.0)
+    counts.tempo.add(1, False, 5, 0.5)
+    counts.tempo.add(8, True, 95, 1.0)
+    assert counts.tempo.coverage() == 0.05
+    assert counts.measured_speedup == 0.5

@@ -66,9 +66,7 @@ def demo(
     from outrider.engine.engine import Engine
 
     engine = Engine.load("mock", method=draft, width=width)
-    stream = engine.stream(
-        prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, accept=accept, width=width
-    )
+    stream = engine.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, accept=accept)
     events = list(stream)
     result = events[-1].result
     assert result is not None, "the last event carries the result"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.checks import check_whole
 from outrider.errors import ConfigError
 
 
 def require_int(value: object, name: str, least: int) -> None:
-    """`value` must be a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name)
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}", param=name)
+    check_whole(value, name, least, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +26,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """The width a request gets when it does not ask for one. 0 is plain decoding."""
+    """The width a request gets when it does not ask for one. 0 is plain decoding, None lets the engine choose."""
 
-    width: int = 4
+    width: int | None = None
 
     def __post_init__(self) -> None:
-        require_int(self.width, "width", 0)
+        if self.width is not None:
+            require_int(self.width, "width", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ or a plug-in and ends the requests it touched, never the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class OutriderError(Exception):
@@ -24,6 +25,12 @@ class OutriderError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def copy(self) -> Self:
+        """Another one like it: each caller gets an exception of its own."""
+        other = type(self)(self.message, param=self.param)
+        other.__cause__ = self.__cause__
+        return other
 
 
 class ConfigError(OutriderError):

@@ -14,7 +14,7 @@ EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
 
 class PassTimes(NamedTuple):
-    """Seconds one round spent in each verb, and the draft passes in it.
+    """Seconds one round spent in each verb (drafting includes catching up), and what it was made of.
 
     `steady` rounds fed no prompt: only those say what a token costs.
     """
@@ -23,6 +23,7 @@ class PassTimes(NamedTuple):
     score_s: float
     judge_s: float
     draft_steps: int
+    num_fed: int
     steady: bool
 
 
@@ -85,6 +86,32 @@ class Tempo:
                 speculative_s += seconds
         return plain_s / speculative_s if speculative_s else None
 
+    def coverage(self) -> float:
+        """Share of the speculative tokens that `speedup` speaks of: those with plain rounds to compare with."""
+        speculative = sum(cell[2] for cell in self.by_batch.values())
+        compared = sum(cell[2] for cell in self.by_batch.values() if cell[0])
+        return compared / speculative if speculative else 0.0
+
+
+@dataclass(slots=True)
+class WideRounds:
+    """Rounds with a draft, and the steady passes they ran in: what an estimate of the speed-up is made of."""
+
+    rounds: int = 0
+    tokens: int = 0
+    passes: int = 0
+    batch: int = 0  # summed over the passes, as the following
+    num_fed: int = 0
+    draft_steps: int = 0
+    draft_s: float = 0.0
+
+    def add_pass(self, times: PassTimes, batch: int) -> None:
+        self.passes += 1
+        self.batch += batch
+        self.num_fed += times.num_fed
+        self.draft_steps += times.draft_steps
+        self.draft_s += times.draft_s
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -108,8 +135,7 @@ class Statistics:
     draft_s: float = 0.0
     score_s: float = 0.0
     judge_s: float = 0.0
-    wide_rounds: int = 0  # rounds with a draft
-    wide_passes: int = 0
+    wide: WideRounds = field(default_factory=WideRounds)
     fallbacks: dict[str, int] = field(default_factory=dict)
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
     tempo: Tempo = field(default_factory=Tempo)
@@ -125,7 +151,8 @@ class Statistics:
             return
         kept = min(accepted, emitted)
         refused = 1 if accepted < drafted and emitted > accepted else 0
-        self.wide_rounds += times
+        self.wide.rounds += times
+        self.wide.tokens += emitted * times
         self.drafted += drafted * times
         self.accepted += kept * times
         self.rejected += refused * times
@@ -142,9 +169,10 @@ class Statistics:
         self.draft_s += times.draft_s
         self.score_s += times.score_s
         self.judge_s += times.judge_s
-        self.wide_passes += speculative
         if times.steady:
             self.tempo.add(batch, speculative, tokens, times.draft_s + times.score_s + times.judge_s)
+            if speculative:
+                self.wide.add_pass(times, batch)
 
     def add_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
@@ -168,23 +196,21 @@ class Statistics:
 
     @property
     def draft_step_cost(self) -> float | None:
-        """c: one draft pass in units of a one-row target pass."""
+        """c: one draft pass in units of a one-row target pass, reading the prompt left aside."""
         unit = self.costs.seconds(1)
-        return self.draft_s / self.draft_steps / unit if unit and self.draft_steps else None
+        return self.wide.draft_s / self.wide.draft_steps / unit if unit and self.wide.draft_steps else None
 
     @property
     def estimated_speedup(self) -> float | None:
-        """E[tokens per round] / (r(k+1) + k*c), for the mean width and batch; None until the passes were measured."""
-        if not self.wide_rounds or not self.wide_passes:
+        """E[tokens per round] / (r(k+1) + k*c), at the mean width and batch; None until such passes were measured."""
+        wide = self.wide
+        if not wide.rounds or not wide.passes:
             return None
-        batch = self.wide_rounds / self.wide_passes
-        width = self.drafted / self.wide_rounds
-        plain, wide = self.costs.seconds(batch), self.costs.seconds(batch * (width + 1))
-        if not plain or wide is None:
+        plain = self.costs.seconds(wide.batch / wide.passes)
+        scored = self.costs.seconds(wide.num_fed / wide.passes)
+        if not plain or scored is None:
             return None
-        draft_s = self.draft_s / self.wide_passes
-        expected = 1.0 + self.accepted / self.wide_rounds
-        return expected * plain / (wide + draft_s)
+        return wide.tokens / wide.rounds * plain / (scored + wide.draft_s / wide.passes)
 
     @property
     def measured_speedup(self) -> float | None:
@@ -194,11 +220,9 @@ class Statistics:
     @property
     def advice(self) -> str | None:
         """Plain words when speculation does not pay."""
-        if not self.wide_rounds:
-            return None
-        speedup, source = self.measured_speedup, "measured"
-        if speedup is None:
-            speedup, source = self.estimated_speedup, "estimated"
+        speedup, source = self.estimated_speedup, "estimated"
+        if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate
+            speedup, source = self.measured_speedup, "measured"
         if speedup is None or speedup >= 1.0:
             return None
         cure = "try a smaller width, a cheaper draft, or width 0"

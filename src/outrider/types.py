@@ -2,7 +2,7 @@
 
 Drafts, Scores and Verdicts are one struct of arrays per round. Counts are known on the host; tokens, rows,
 accepted lengths and next tokens are arrays of whatever library the backend computes with, and may stay on a device.
-This module holds data only; the loop is in `engine/engine.py`.
+This module holds data only; the loop is in `engine/loop.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Literal, NewType, Protocol
 
+from outrider.checks import check_collection, check_number, check_whole
 from outrider.errors import EmptyPromptError, OutriderError, RequestError
 from outrider.metrics import Statistics
 
@@ -24,7 +25,8 @@ Slot = NewType("Slot", int)  # names one sequence inside a backend
 Rule = Literal["rejection", "coupled"]
 Prompt = str | Sequence[int]
 LogitsProcessor = Callable[[Sequence[int], Array], Array]  # (tokens so far, row [V]) -> row [V]
-OnToken = Callable[[int, str], bool | None]  # (token id, its text) -> False to stop after this token
+# (token id, text that may be shown now) -> False to stop after this token
+OnToken = Callable[[int, str], bool | None]
 
 
 class FinishReason(StrEnum):
@@ -34,24 +36,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-
-
-def _number(value: object, name: str, *, low: float, high: float = math.inf, above: bool = False) -> None:
-    """`value` must be a number in [low, high], or (low, high] when `above`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name} must be a number, got {value!r}", param=name)
-    if not low <= value <= high or (above and value == low) or math.isinf(value):
-        lower = "above" if above else "at least"
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
-        lower_text = "finite" if math.isinf(low) else f"{lower} {low:g}"
-        raise RequestError(f"{name} must be {lower_text}{upper}, got {value}", param=name)
-
-
-def _whole(value: object, name: str, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, got {value!r}", param=name)
-    if value < least:
-        raise RequestError(f"{name} must be at least {least}, got {value}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +57,33 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned: Collection[int] = ()
-    processors: tuple[LogitsProcessor, ...] = ()
+    processors: Collection[LogitsProcessor] = ()
     seed: int | None = None
     accept: Literal["auto", "rejection", "coupled"] = "auto"
 
     def __post_init__(self) -> None:
-        _number(self.temperature, "temperature", low=0.0)
+        # The limits are far outside of any use and keep float32 finite.
+        check_number(self.temperature, "temperature", 0.0, 1e6, RequestError)
         if self.top_k is not None:
-            _whole(self.top_k, "top_k", least=1)
-        _number(self.top_p, "top_p", low=0.0, high=1.0, above=True)
-        _number(self.min_p, "min_p", low=0.0, high=1.0)
-        _number(self.typical_p, "typical_p", low=0.0, high=1.0, above=True)
-        _number(self.repetition_penalty, "repetition_penalty", low=0.0, above=True)
-        _number(self.presence_penalty, "presence_penalty", low=-math.inf)
-        _number(self.frequency_penalty, "frequency_penalty", low=-math.inf)
+            check_whole(self.top_k, "top_k", 1, RequestError, hint=" (None is off)")
+        check_number(self.top_p, "top_p", 0.0, 1.0, RequestError, above=True)
+        check_number(self.min_p, "min_p", 0.0, 1.0, RequestError)
+        check_number(self.typical_p, "typical_p", 0.0, 1.0, RequestError, above=True)
+        check_number(self.repetition_penalty, "repetition_penalty", 1e-6, 1e6, RequestError)
+        check_number(self.presence_penalty, "presence_penalty", -1e6, 1e6, RequestError)
+        check_number(self.frequency_penalty, "frequency_penalty", -1e6, 1e6, RequestError)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}", param="logit_bias")
         for token, bias in self.logit_bias.items():
             if bias != -math.inf:  # minus infinity bans the token, a finite number shifts it
-                _number(bias, f"logit_bias[{token}]", low=-math.inf)
+                check_number(bias, f"logit_bias[{token}]", -1e6, 1e6, RequestError)
+        check_collection(self.banned, "banned", "token ids", RequestError)
+        check_collection(self.processors, "processors", "functions", RequestError)
+        if not all(map(callable, self.processors)):
+            raise RequestError(f"processors takes a list of functions, got {self.processors!r}", param="processors")
         if self.seed is not None:
-            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-                raise RequestError(f"seed must be a whole number or None, got {self.seed!r}", param="seed")
-            if not -(1 << 63) <= self.seed < 1 << 64:
+            check_whole(self.seed, "seed", -(1 << 63), RequestError)
+            if self.seed >= 1 << 64:
                 raise RequestError(f"seed must fit into 64 bits, got {self.seed}", param="seed")
         if self.accept not in ("auto", "rejection", "coupled"):
             raise RequestError(f"accept must be auto, rejection or coupled, got {self.accept!r}", param="accept")
@@ -131,20 +121,28 @@ class Request:
     request_id: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt, Sequence):
+            cure = "; pass its tolist()" if hasattr(self.prompt, "tolist") else ""
+            kind = type(self.prompt).__name__
+            raise RequestError(f"a prompt is text or a list of token ids, got {kind}{cure}", param="prompt")
         if len(self.prompt) == 0:
             raise EmptyPromptError("the prompt is empty; give at least one token", param="prompt")
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling takes SamplingParams, got {type(self.sampling).__name__}", param="sampling")
         if self.max_tokens is not None:
-            _whole(self.max_tokens, "max_tokens", least=1)
-        if isinstance(self.stop, str):
-            raise RequestError(f"stop takes a list of strings; write [{self.stop!r}]", param="stop")
+            check_whole(self.max_tokens, "max_tokens", 1, RequestError)
+        check_collection(self.stop, "stop", "strings", RequestError)
         for text in self.stop:
             if not isinstance(text, str) or text == "":
                 raise RequestError(f"stop takes non-empty strings, got {text!r}", param="stop")
+        check_collection(self.stop_ids, "stop_ids", "token ids", RequestError)
         if self.deadline_s is not None:
-            _number(self.deadline_s, "deadline_s", low=0.0)
+            check_number(self.deadline_s, "deadline_s", 0.0, math.inf, RequestError)
         if self.width is not None:
-            _whole(self.width, "width", least=0)
-        _whole(self.choice, "choice", least=0)
+            check_whole(self.width, "width", 0, RequestError)
+        check_whole(self.choice, "choice", 0, RequestError)
+        if self.on_token is not None and not callable(self.on_token):
+            raise RequestError(f"on_token takes a function, got {self.on_token!r}", param="on_token")
 
     @classmethod
     def of(cls, prompt: Prompt | Request, settings: Mapping[str, Any]) -> Request:
@@ -156,6 +154,7 @@ class Request:
                     param=sorted(settings)[0],
                 )
             return prompt
+        settings = {name: value for name, value in settings.items() if value is not None}  # None is "not given"
         own = {f.name for f in fields(cls)} - {"prompt"}
         sampling = {f.name for f in fields(SamplingParams)}
         for name in settings:
@@ -204,6 +203,7 @@ class Job:
 
     request: Request
     request_id: str
+    params: SamplingParams  # the request's, with collections of its own
     tokens: list[int]
     num_prompt: int
     seed: int
@@ -211,7 +211,7 @@ class Job:
     words: tuple[int, int]  # the seed as noise.seed_words gives it
     limit: int  # the length at which the answer ends: max_tokens or the context
     stop_ids: frozenset[int]
-    width: int  # what was asked for; the round may choose less
+    width: int | None  # what was asked for, 0 for plain; None lets the engine choose
     arrival: float
     deadline: float | None = None
     text: TextOut | None = None
@@ -220,15 +220,12 @@ class Job:
     cached: int = 0
     statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[Event] | None = None  # events wait here for a stream that reads them
+    wake: Callable[[], None] | None = None  # told when there is something to read
     cancelled: bool = False  # set from any thread, read once a round
     finish_reason: FinishReason | None = None
     result: Result | None = None
     error: BaseException | None = None
     id: int = field(default_factory=lambda: next(_job_ids))
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.sampling
 
     @property
     def output(self) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 from outrider.backends.base import ModelInfo, Spans, State
 from outrider.clock import Clock, SystemClock
 from outrider.config import MockConfig
+from outrider.errors import BackendError
 from outrider.sampling.ops import SamplingOps
 from outrider.tokenizer import PieceTokenizer
 from outrider.types import Scores, Slot
@@ -92,9 +93,11 @@ class MockBackend:
             self._feed(slot, start, fed[at : at + count])
             at += count
             if rows:
-                assert rows <= count, f"{rows} rows wanted of {count} tokens"
+                if rows > count:
+                    raise BackendError(f"{rows} rows wanted of {count} tokens")
                 wanted += [state % self.config.num_contexts for state in self._states[slot][-rows:]]
-        assert at == len(fed), f"spans name {at} tokens, {len(fed)} were given"
+        if at != len(fed):
+            raise BackendError(f"spans name {at} tokens, {len(fed)} were given")
         cost = self.config.seconds_per_pass + self.config.seconds_per_token * len(fed)
         if cost:
             self._clock.sleep(cost)
@@ -107,9 +110,11 @@ class MockBackend:
 
     def rewind(self, slot: Slot, length: int) -> None:
         held = len(self._tokens[slot])
-        assert 0 <= length <= held, f"slot {slot} holds {held} tokens and cannot go to {length}"
+        if not 0 <= length <= held:
+            raise BackendError(f"slot {slot} holds {held} tokens and cannot go to {length}")
         limit = self.config.max_rewind
-        assert limit is None or held - length <= limit, f"slot {slot} cannot rewind {held - length} tokens of {limit}"
+        if limit is not None and held - length > limit:
+            raise BackendError(f"slot {slot} cannot rewind {held - length} tokens, only {limit}")
         del self._tokens[slot][length:]
         del self._states[slot][length + 1 :]
 
@@ -125,7 +130,11 @@ class MockBackend:
     def load(self, state: State) -> Slot | None:
         slot = self.open()
         if slot is not None:
-            self._feed(slot, 0, state["tokens"])
+            try:
+                self._feed(slot, 0, state["tokens"])
+            except BackendError:
+                self.close(slot)
+                raise
         return slot
 
     def _new(self, tokens: list[int], states: list[int]) -> Slot | None:
@@ -138,16 +147,16 @@ class MockBackend:
 
     def _feed(self, slot: Slot, start: int, fed: Sequence[int]) -> None:
         tokens, states = self._tokens[slot], self._states[slot]
-        assert start == len(tokens), f"slot {slot} holds {len(tokens)} tokens but was fed position {start}"
-        assert start + len(fed) <= self.config.context, (
-            f"{start + len(fed)} tokens in a context of {self.config.context}"
-        )
+        size, context = self.config.vocab_size, self.config.context
+        if start != len(tokens):
+            raise BackendError(f"slot {slot} holds {len(tokens)} tokens but was fed position {start}")
+        if start + len(fed) > context:
+            raise BackendError(f"{start + len(fed)} tokens in a context of {context}")
         order = self.config.order
         state = states[-1]
         for token in fed:
-            assert 0 <= token < self.config.vocab_size, (
-                f"token {token} is not in a vocabulary of {self.config.vocab_size}"
-            )
+            if not 0 <= token < size:
+                raise BackendError(f"token {token} is not in a vocabulary of {size}")
             tokens.append(token)
             if order is None:
                 state = _absorb(state, token)

@@ -20,13 +20,16 @@ class Drafter(Protocol):
         """The method, as requests name it."""
 
     def lag(self, job: Job) -> int:
-        """Tokens of the job it has not read yet. While there are more than a chunk, the job's width is 0."""
+        """Tokens it must still read before it can propose: the job's width is 0 until then, and `observe` reads on."""
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
         """The drafts of a round. Fewer tokens than the width are fine; a reason goes into `fallbacks`."""
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
-        """After every step, prompt chunks and width 0 too: jobs hold their new tokens. Rewind, catch up, learn."""
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        """After every step, prompt chunks and width 0 too: jobs hold their new tokens. Rewind, catch up, learn.
+
+        Returns the model passes it needed for that.
+        """
 
     def forget(self, job: Job) -> None:
         """The job is over: free what it held. Also called for jobs never seen."""

@@ -29,8 +29,8 @@ class NoDrafter:
     def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
         return certain([()] * len(jobs))
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
-        pass
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        return 0
 
     def forget(self, job: Job) -> None:
         pass

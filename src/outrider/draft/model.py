@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.backends.base import Backend, Spans
-from outrider.errors import DraftError
+from outrider.errors import DraftError, RequestError
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
@@ -34,12 +34,14 @@ class ModelDrafter:
         self.backend = backend
         self.chunk = chunk
         self.seats: dict[int, Seat] = {}
+        self._unseated: set[int] = set()  # jobs it had no room for, so far
 
     def lag(self, job: Job) -> int:
-        seat = self._seat(job)
-        if seat is None or len(job.tokens) > self.backend.info.context:
+        if len(job.tokens) > self.backend.info.context or job.id in self._unseated:
             return 0  # it will not read on; `propose` says why
-        return len(job.tokens) - seat.length
+        seat = self.seats.get(job.id)
+        unread = len(job.tokens) - (seat.length if seat else 0)
+        return max(0, unread - self.chunk)  # `propose` reads the last chunk itself
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
         """One draft pass per place of the proposal, for all jobs that still want a token there."""
@@ -60,7 +62,10 @@ class ModelDrafter:
             drawn = self.backend.ops.draft([jobs[b] for b in active], [drafted[b] for b in active], logits)
             drafts.steps += 1
             for index, fault in drawn.faults.items():
-                drafts.faults[active[index]] = DraftError(f"the draft failed: {fault.message}", param=fault.param)
+                if isinstance(fault, RequestError):  # what the request did to this row: the target's rows will tell
+                    rooms[active[index]] = 0
+                else:
+                    drafts.faults[active[index]] = DraftError(f"the draft failed: {fault.message}", param=fault.param)
             for b, token in zip(active, drawn.tokens.tolist(), strict=True):
                 drafted[b].append(token)
             rows.append(drawn.probs)
@@ -78,15 +83,19 @@ class ModelDrafter:
             drafts.probs = stacked[ops.integers(sorted(range(len(order)), key=order.__getitem__)), ...]
         return drafts
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         for job in plan.deciding:
             seat = self.seats.get(job.id)
             if seat and seat.ahead:
                 self._settle(job, seat)
-        behind = [job for job in plan.jobs if job.width > 0 and not job.done and self.lag(job) > self.chunk]
-        self._catch_up(behind)
+        behind = [job for job in plan.jobs if job.width != 0 and not job.done and self.lag(job) > 0]
+        seated = [job for job in behind if self._seat(job) is not None]
+        if seated:
+            self._catch_up(seated)
+        return 1 if seated else 0
 
     def forget(self, job: Job) -> None:
+        self._unseated.discard(job.id)
         seat = self.seats.pop(job.id, None)
         if seat:
             self.backend.close(seat.slot)
@@ -99,11 +108,16 @@ class ModelDrafter:
         info = self.backend.info
         room = info.context - len(job.tokens) + 1
         if room <= 0:
+            self.forget(job)  # it cannot come back: others may use its place
             drafts.fallbacks.append((job, f"the answer is past the draft's context of {info.context} tokens"))
             return 0
         if self._seat(job) is None:
             drafts.fallbacks.append((job, "the draft has no room for another sequence"))
             return 0
+        if room < width:
+            drafts.fallbacks.append(
+                (job, f"the answer comes to the end of the draft's context of {info.context} tokens")
+            )
         if info.max_rewind is not None and info.max_rewind + 1 < width:
             drafts.fallbacks.append((job, f"the draft can rewind only {info.max_rewind} tokens"))
             room = min(room, info.max_rewind + 1)
@@ -114,7 +128,9 @@ class ModelDrafter:
         if seat is None:
             slot = self.backend.open()
             if slot is None:
+                self._unseated.add(job.id)
                 return None
+            self._unseated.discard(job.id)
             seat = self.seats[job.id] = Seat(slot)
         return seat
 
@@ -147,8 +163,6 @@ class ModelDrafter:
 
     def _catch_up(self, jobs: Sequence[Job]) -> None:
         """Read one more chunk of tokens the draft lags behind, without asking for rows."""
-        if not jobs:
-            return
         seats = [self.seats[job.id] for job in jobs]
         starts = [seat.length for seat in seats]
         fed = [job.tokens[seat.length : seat.length + self.chunk] for job, seat in zip(jobs, seats, strict=True)]

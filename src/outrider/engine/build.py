@@ -34,13 +34,15 @@ def build_engine(
     if method is not None and method not in METHODS:
         raise ConfigError(f"{method!r} is not a drafting method; choose one of {', '.join(METHODS)}", param="method")
     preset = None
-    if width is not None and width > 0 and not isinstance(target, str) and draft is None and method is None:
+    speculation = SpeculationConfig(width=width)
+    if speculation.width and not isinstance(target, str) and draft is None and method is None:
         raise MissingDraftError(f"width={width} needs a draft; pass draft=, or leave width out", param="draft")
     if isinstance(target, str):
         preset = _preset(target, "target")
         if draft is None and method in (None, preset.method):
             draft = None if preset.draft is None else MockBackend(preset.draft, clock=clock)
-        width = preset.width if width is None else width
+        if width is None:
+            speculation = SpeculationConfig(width=preset.width)
         tokenizer = tokenizer or mock_tokenizer(preset.target.vocab_size)
         target = MockBackend(preset.target, clock=clock)
     return Engine(
@@ -48,7 +50,7 @@ def build_engine(
         _drafter(target, draft, method, ngram, scheduling.prefill_chunk, clock),
         tokenizer=tokenizer,
         scheduling=scheduling,
-        speculation=SpeculationConfig() if width is None else SpeculationConfig(width=width),
+        speculation=speculation,
         defaults=preset.defaults if preset else None,
         clock=clock,
     )
@@ -64,6 +66,8 @@ def _drafter(
 ) -> Drafter:
     if method is None:
         method = "none" if draft is None else draft if draft in ("none", "ngram") else "model"
+    if method in ("none", "ngram") and draft not in (None, "none", "ngram"):
+        raise ConfigError(f"the method {method} uses no draft model; leave out draft= or method=", param="method")
     if method == "none":
         return NoDrafter()
     if method == "ngram":
@@ -75,6 +79,8 @@ def _drafter(
     if isinstance(draft, str):
         preset = _preset(draft, "draft")
         return _model_drafter(target, MockBackend(preset.draft or preset.target, clock=clock), chunk)
+    if isinstance(draft, ModelDrafter):
+        _check_vocabulary(target, draft.backend)
     if _has(draft, "propose"):
         return draft  # type: ignore[return-value]
     if _has(draft, "score"):
@@ -83,6 +89,11 @@ def _drafter(
 
 
 def _model_drafter(target: Backend, draft: Backend, chunk: int) -> ModelDrafter:
+    _check_vocabulary(target, draft)
+    return ModelDrafter(draft, chunk=chunk)
+
+
+def _check_vocabulary(target: Backend, draft: Backend) -> None:
     ours, theirs = target.info, draft.info
     if ours.vocab_size != theirs.vocab_size:
         raise VocabularyError(
@@ -90,7 +101,6 @@ def _model_drafter(target: Backend, draft: Backend, chunk: int) -> ModelDrafter:
             "choose a draft with the target's vocabulary",
             param="draft",
         )
-    return ModelDrafter(draft, chunk=chunk)
 
 
 def _preset(name: str, param: str) -> Preset:

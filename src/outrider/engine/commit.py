@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.types import FinishReason, Job
+from outrider.errors import BackendError
+from outrider.types import FinishReason, Job, OnToken, TextOut
 
 
 class Taken(NamedTuple):
@@ -25,17 +26,37 @@ def take(job: Job, tokens: Sequence[int]) -> Taken:
         if job.counts is not None:
             job.counts[token] = job.counts.get(token, 0) + 1
         stopped = token in stop_ids  # its id is part of the answer, its text is not
+        is_full = len(held) >= job.limit
         piece = ""
-        if stream is not None and not stopped:
-            piece = stream.push(token)
+        if stream is not None:
+            if not stopped:
+                piece = _push(stream, token)
+                stopped = stream.stopped
+            if stopped or is_full:
+                piece += stream.finish()  # nothing can follow: what was held back is text
             text += piece
-            stopped = stream.stopped
-        if on_token is not None and on_token(token, piece) is False:
-            job.cancelled = True
+        if on_token is not None:
+            _call(job, on_token, token, piece)
         if stopped:
             return Taken(num_taken, text, FinishReason.STOP)
         if job.cancelled and on_token is not None:
             return Taken(num_taken, text, FinishReason.CANCELLED)
-        if len(held) >= job.limit:
+        if is_full:
             return Taken(num_taken, text, FinishReason.LENGTH)
     return Taken(len(tokens), text, None)
+
+
+def _push(stream: TextOut, token: int) -> str:
+    try:
+        return stream.push(token)
+    except Exception as error:
+        raise BackendError(f"the tokenizer failed on token {token}: {type(error).__name__}: {error}") from error
+
+
+def _call(job: Job, on_token: OnToken, token: int, piece: str) -> None:
+    """The caller's callback. What it raises ends the request and reaches the caller as it is."""
+    try:
+        if on_token(token, piece) is False:
+            job.cancelled = True
+    except StopIteration as error:  # would look like the end of a stream
+        raise RuntimeError("on_token raised StopIteration; return False to stop") from error

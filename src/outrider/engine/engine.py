@@ -7,9 +7,11 @@ at a time, and the jobs of other callers move along in the same passes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 from outrider.backends.base import Backend
@@ -45,8 +47,12 @@ class Engine:
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
         self._lock = threading.RLock()  # held for one step at a time
+        self._depth = 0  # how often the thread that holds it entered
         self._is_stepping = False
         self._is_open = True
+        self._driver: threading.Thread | None = None  # steps while asynchronous readers wait
+        self._driver_lock = threading.Lock()
+        self._driven: set[Job] = set()
 
     @classmethod
     def load(
@@ -82,13 +88,35 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for every running job. `generate` and streams call it; you may drive the engine by hand too."""
-        with self._lock:
+        with self._exclusively():
             self._refuse_callbacks()
             self._is_stepping = True
             try:
-                return self.loop.step()
+                events = self.loop.step()
             finally:
                 self._is_stepping = False
+        self._end_cancelled()
+        return events
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+    def _end_cancelled(self) -> None:
+        """End cancelled jobs without waiting. When another thread is at work it does so after it lets the lock go,
+        so a cancel is never lost; inside a callback the round itself will see it."""
+        while self.loop.has_cancelled and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                self.loop.reap()
+            finally:
+                self._lock.release()
 
     @overload
     def generate(self, prompt: str | Request | Sequence[int], **settings: Any) -> Result: ...
@@ -102,7 +130,7 @@ class Engine:
         Settings are the fields of `Request` and `SamplingParams`: max_tokens=50, temperature=0.7, stop=["\n"], ...
         """
         one = is_one_prompt(prompt)
-        with self._lock:
+        with self._exclusively():
             self._refuse_callbacks()
         jobs = self._submit([prompt] if one else prompt, settings, streaming=False)
         try:
@@ -124,22 +152,64 @@ class Engine:
         return Stream(self, self._submit([prompt], settings, streaming=True)[0])
 
     async def astream(self, prompt: Prompt | Request, **settings: Any) -> AsyncIterator[Event]:
-        """`stream` for asyncio: passes run on a worker thread, so the event loop stays free."""
-        stream = await asyncio.to_thread(lambda: self.stream(prompt, **settings))
+        """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
+        ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
+        submission = asyncio.ensure_future(asyncio.to_thread(self._submit, [prompt], settings, streaming=True))
         try:
-            while (event := await asyncio.to_thread(next, stream, None)) is not None:
-                yield event
+            job = (await asyncio.shield(submission))[0]
+        except asyncio.CancelledError:  # the job may be in line all the same by the time the thread is done
+            submission.add_done_callback(self._drop_submission)
+            raise
+        assert job.outbox is not None
+        job.wake = functools.partial(_wake_reader, job, event_loop, ready)
+        try:
+            self._drive_in_background(job)
+            while True:
+                while job.outbox:
+                    yield job.outbox.popleft()
+                if job.error is not None:
+                    raise job.error
+                if job.done and not job.outbox:
+                    return
+                await ready.wait()
+                ready.clear()
         finally:
-            await asyncio.to_thread(stream.close)
+            self.interrupt(job)
+
+    def _drop_submission(self, submission: asyncio.Future[list[Job]]) -> None:
+        if submission.exception() is None:
+            self.interrupt(submission.result()[0])
+
+    def _drive_in_background(self, job: Job) -> None:
+        """One thread steps as long as jobs with an asynchronous reader are open."""
+        with self._driver_lock:
+            self._driven.add(job)
+            if self._driver is None:
+                self._driver = threading.Thread(target=self._drive, name="outrider-driver", daemon=True)
+                self._driver.start()
+
+    def _drive(self) -> None:
+        while True:
+            with self._driver_lock:
+                self._driven = {job for job in self._driven if not job.done}
+                if not self._driven:
+                    self._driver = None
+                    return
+            self.step()
 
     def cancel(self, request_id: str) -> bool:
         """End a request from any thread, within the present round. False when there is no such request."""
         job = self.loop.jobs.get(request_id)
         if job is None:
             return False
-        job.cancelled = True
-        self.loop.look_at_queue = True
+        self.interrupt(job)
         return True
+
+    def interrupt(self, job: Job) -> None:
+        """Ask a job to end, from any thread, without waiting."""
+        job.cancelled = True
+        self.loop.has_cancelled = True
+        self._end_cancelled()
 
     def next_event(self, job: Job) -> Event | None:
         """The next event of a streaming job, driving the loop as long as nobody else does; None after the last."""
@@ -163,8 +233,7 @@ class Engine:
         """A callback runs inside a step; a step inside it would tear the round apart."""
         if self._is_stepping:  # the lock is held, so the step is this thread's own
             raise RequestError(
-                "a callback cannot wait for another answer of its engine; ask from another thread, or afterwards",
-                param="on_token",
+                "a callback cannot wait for another answer of its engine; ask when this one is done", param="on_token"
             )
 
     def retire(self, job: Job) -> None:
@@ -172,10 +241,10 @@ class Engine:
         self._retire([job])
 
     def _retire(self, jobs: Sequence[Job]) -> None:
-        with self._lock:
+        with self._exclusively():
             for job in jobs:
                 if self._is_stepping:  # called by a callback, in the middle of a round: the round ends it
-                    job.cancelled = True
+                    job.cancelled = self.loop.has_cancelled = True
                 elif not job.done:
                     self.loop.end(job, FinishReason.CANCELLED)
 
@@ -183,34 +252,37 @@ class Engine:
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
     ) -> list[Job]:
         """Jobs for all prompts, in line; nothing is started when one of them is wrong."""
-        with self._lock:
+        with self._exclusively():
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
+            names = set(self.loop.jobs)
             jobs = []
             for index, prompt in enumerate(prompts):
                 try:
-                    jobs.append(self._job(prompt, settings))
+                    jobs.append(self._job(prompt, settings, names))
                 except RequestError as error:
                     if len(prompts) == 1:
                         raise
                     raise type(error)(f"prompt {index}: {error.message}", param=error.param) from None
-            names = set(self.loop.jobs)
-            for job in jobs:
-                if job.request_id in names:
-                    raise RequestError(f"request_id {job.request_id!r} is in use; choose another", param="request_id")
-                names.add(job.request_id)
             for job in jobs:
                 job.outbox = deque() if streaming else None
                 self.loop.add(job)
             return jobs
 
-    def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any]) -> Job:
+    def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any], names: set[str]) -> Job:
+        """A job under a name of its own, which is added to `names`."""
         if not isinstance(prompt, Request) and "sampling" not in settings:
             settings = {**self._defaults, **settings}
         request = Request.of(prompt, settings)
-        self._num_submitted += 1
-        job = self._intake.job(request, request.request_id or f"request-{self._num_submitted}", self.clock.now())
+        name = request.request_id
+        if name is not None and name in names:
+            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+        while name is None or name in names:
+            self._num_submitted += 1
+            name = f"request-{self._num_submitted}"
+        job = self._intake.job(request, name, self.clock.now())
         job.statistics.costs = self.loop.statistics.costs
+        names.add(name)
         return job
 
     @property
@@ -230,12 +302,12 @@ class Engine:
 
     def reset_statistics(self) -> None:
         """Start counting anew. Requests in flight keep their own counts."""
-        with self._lock:
+        with self._exclusively():
             self.loop.statistics = Statistics()
 
     def close(self) -> None:
         """End everything that runs and take no more requests."""
-        with self._lock:
+        with self._exclusively():
             self._is_open = False
             self._retire(list(self.loop.jobs.values()))
 
@@ -244,3 +316,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _wake_reader(job: Job, event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+    """Tell an asynchronous reader, from the thread that drives, that there is something to read."""
+    try:
+        event_loop.call_soon_threadsafe(ready.set)
+    except RuntimeError:  # its event loop is closed: nobody reads any more
+        job.cancelled = True

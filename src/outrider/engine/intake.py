@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from operator import index
+from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from outrider.backends.base import ModelInfo
 from outrider.errors import ContextLengthError, EmptyPromptError, RequestError, TokenRangeError, UnknownMethodError
 from outrider.sampling.noise import seed_words
 from outrider.tokenizer import TextStream, Tokenizer
-from outrider.types import Job, Prompt, Request
+from outrider.types import Job, Prompt, Request, SamplingParams
 
 
 class Intake:
     """Turns requests into jobs for one engine."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, method: str, width: int) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, method: str, width: int | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._method = method
@@ -25,25 +26,24 @@ class Intake:
 
     def job(self, request: Request, request_id: str, now: float) -> Job:
         """A job for the request, or a RequestError that says what to change."""
-        sampling = request.sampling
         tokens = self._encode(request.prompt)
-        self._check_ids(sampling.logit_bias, "logit_bias")
-        self._check_ids(sampling.banned, "banned")
+        sampling = self._own(request.sampling)
         self._check_ids(request.stop_ids, "stop_ids")
         if request.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids", param="stop")
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         eos = () if request.ignore_eos else self._info.eos_ids
         return Job(
             request=request,
             request_id=request_id,
+            params=sampling,
             tokens=tokens,
             num_prompt=len(tokens),
             seed=seed,
             rule=sampling.rule,
             words=seed_words(seed, request.choice),
             limit=self._limit(len(tokens), request.max_tokens),
-            stop_ids=frozenset([*eos, *request.stop_ids]),
+            stop_ids=frozenset([*eos, *map(int, request.stop_ids)]),
             width=self._requested_width(request),
             arrival=now,
             deadline=None if request.deadline_s is None else now + request.deadline_s,
@@ -55,10 +55,9 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
-            tokens = self._tokenizer.encode(prompt)
-        else:
-            self._check_ids(prompt, "prompt")
-            tokens = [index(token) for token in prompt]
+            prompt = self._tokenizer.encode(prompt)
+        self._check_ids(prompt, "prompt")
+        tokens = [int(token) for token in prompt]
         if not tokens:
             raise EmptyPromptError("the prompt has no tokens; give at least one", param="prompt")
         if len(tokens) >= self._info.context:
@@ -68,6 +67,19 @@ class Intake:
                 param="prompt",
             )
         return tokens
+
+    def _own(self, sampling: SamplingParams) -> SamplingParams:
+        """Settings checked against the vocabulary, in collections nobody else can change."""
+        self._check_ids(sampling.logit_bias, "logit_bias")
+        self._check_ids(sampling.banned, "banned")
+        if not sampling.logit_bias and isinstance(sampling.banned, tuple) and isinstance(sampling.processors, tuple):
+            return sampling  # the usual case: nothing to copy, and jobs share one object
+        return replace(
+            sampling,
+            logit_bias={int(token): float(bias) for token, bias in sampling.logit_bias.items()},
+            banned=tuple({int(token) for token in sampling.banned}),
+            processors=tuple(sampling.processors),
+        )
 
     def _limit(self, prompt: int, max_tokens: int | None) -> int:
         """The length at which the answer ends."""
@@ -82,7 +94,7 @@ class Intake:
             )
         return prompt + max_tokens
 
-    def _requested_width(self, request: Request) -> int:
+    def _requested_width(self, request: Request) -> int | None:
         method = self._method if request.method is None else request.method
         if method not in ("none", self._method):
             offered = "none" if self._method == "none" else f"none or {self._method}"
@@ -101,9 +113,9 @@ class Intake:
     def _check_ids(self, ids: Iterable[Any], param: str) -> None:
         size = self._info.vocab_size
         for token in ids:
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise TokenRangeError(f"{param} takes token ids (whole numbers), got {token!r}", param=param)
-            if not 0 <= token < size:
+            if not 0 <= int(token) < size:
                 raise TokenRangeError(
                     f"{param} has token id {token}; this vocabulary runs from 0 to {size - 1}", param=param
                 )
@@ -111,10 +123,6 @@ class Intake:
 
 def is_one_prompt(prompt: object) -> bool:
     """A text, a Request or a sequence of ids is one prompt; a sequence of those is several."""
-    if isinstance(prompt, (str, Request)):
+    if isinstance(prompt, (str, Request)) or not isinstance(prompt, Sequence):
         return True
-    if not isinstance(prompt, Sequence):
-        cure = "; pass its tolist()" if hasattr(prompt, "tolist") else ""
-        kind = type(prompt).__name__
-        raise RequestError(f"a prompt is text, a list of token ids or a Request, got {kind}{cure}", param="prompt")
-    return not prompt or hasattr(prompt[0], "__index__")
+    return not prompt or isinstance(prompt[0], Integral)

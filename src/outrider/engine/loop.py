@@ -7,7 +7,9 @@ threads, prompts or callers: that is `engine.Engine`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from outrider.backends.base import Backend
@@ -15,12 +17,14 @@ from outrider.clock import Clock
 from outrider.config import SchedulerConfig
 from outrider.draft.base import Drafter
 from outrider.engine.commit import take
-from outrider.errors import BackendError
+from outrider.errors import BackendError, DraftError, OutriderError
 from outrider.metrics import PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.round import emitted, judge, keep, observe, propose, score
-from outrider.spec.width import FixedWidth
+from outrider.spec.width import FixedWidth, Width
 from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Verdicts
+
+log = logging.getLogger("outrider")
 
 
 class Outcome(NamedTuple):
@@ -38,11 +42,11 @@ class Loop:
         self.target = target
         self.drafter = drafter
         self.scheduler = Scheduler(scheduling)
-        self.width = FixedWidth(target.info, drafter, scheduling.prefill_chunk)
+        self.width = FixedWidth(target.info, drafter)
         self.clock = clock
         self.statistics = Statistics()
         self.jobs: dict[str, Job] = {}  # by request id, from `add` to the end
-        self.look_at_queue = False  # set from any thread when a waiting job was cancelled
+        self.has_cancelled = False  # set from any thread after a job's `cancelled`
         self._num_deadlines = 0
 
     def add(self, job: Job) -> None:
@@ -52,9 +56,10 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""
-        events = self._admit()
-        plan = self.scheduler.plan(self.width.choose)
-        if not plan.reading and not plan.deciding:
+        events = self.reap()
+        self._admit()
+        plan = self._plan()
+        if not plan.jobs:
             return events
         now = self.clock.now
         try:
@@ -65,20 +70,32 @@ class Loop:
             scored = now()
             verdicts = judge(self.target, plan, drafts, scores)
             judged = now()
-            times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, _steady(plan, scores))
+            steady = scores.num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
+            times = PassTimes(
+                drafted - started, scored - drafted, judged - scored, drafts.steps, scores.num_fed, steady
+            )
             return events + self._commit(plan, drafts, scores, verdicts, times)
         except BaseException as error:
-            self._fail_all(plan, error)
+            self._fail_pass(plan, error)
             if not isinstance(error, Exception):
                 raise
             return events
+
+    def reap(self) -> list[Event]:
+        """End what was cancelled or is late."""
+        now = self.clock.now()
+        watched = list(self.scheduler.running)
+        if self.has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
+            self.has_cancelled = False
+            watched += self.scheduler.waiting
+        interrupted = [(job, reason) for job in watched if (reason := _interruption(job, now)) is not None]
+        return [self.end(job, reason) for job, reason in interrupted]
 
     def end(self, job: Job, reason: FinishReason, event: Event | None = None) -> Event:
         """The job is over; `event` becomes its last and carries the result."""
         event = event or Event(job.request_id, [], "", [], 0)
         if job.text is not None:
             event.text += job.text.finish()
-        self._release(job)
         job.finish_reason = reason
         event.result = job.result = Result(
             request_id=job.request_id,
@@ -90,8 +107,8 @@ class Loop:
             rule=job.rule,
             statistics=job.statistics,
         )
-        if job.outbox is not None:
-            job.outbox.append(event)
+        self._release(job)
+        self._deliver(job, event)
         return event
 
     def check(self) -> None:
@@ -101,21 +118,40 @@ class Loop:
             held = self.target.length(job.slot)
             assert held == job.cached < len(job.tokens), f"{job.request_id}: {held} held, {job.cached} cached"
 
-    def _admit(self) -> list[Event]:
-        """End what was cancelled or is late, and let waiting jobs in."""
-        now = self.clock.now()
-        watched = list(self.scheduler.running)
-        if self.look_at_queue or self._num_deadlines:  # a long queue is walked only when something may have happened
-            self.look_at_queue = False
-            watched += self.scheduler.waiting
-        interrupted = [(job, reason) for job in watched if (reason := _interruption(job, now)) is not None]
-        events = [self.end(job, reason) for job, reason in interrupted]
-        self.scheduler.admit(self._seat)
-        return events
+    def _admit(self) -> None:
+        """Let waiting jobs in, as far as there is room."""
+        while (job := self.scheduler.next_in_line()) is not None:
+            try:
+                job.slot = self.target.open()
+            except Exception as error:
+                self._fail(job, _blamed(BackendError, "the target failed to open a sequence", error))
+                continue
+            if job.slot is not None:
+                self.scheduler.start(job)
+            elif self.scheduler.running:
+                return  # somebody will leave
+            else:
+                self._fail(
+                    job, BackendError("the target has no room for a single sequence; give it more, or close others")
+                )
 
-    def _seat(self, job: Job) -> bool:
-        job.slot = self.target.open()
-        return job.slot is not None
+    def _plan(self) -> Plan:
+        """The next pass. A drafter that fails to say how far it is fails that job, and the others are planned again."""
+        faults: list[tuple[Job, OutriderError]] = []
+
+        def choose(job: Job) -> Width:
+            try:
+                return self.width.choose(job)
+            except Exception as error:
+                faults.append((job, _blamed(DraftError, f"the {self.drafter.name} draft failed", error)))
+                return Width(0)
+
+        plan = self.scheduler.plan(choose)
+        if not faults:
+            return plan
+        for job, error in faults:
+            self._fail(job, error)
+        return self._plan()
 
     def _commit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts, times: PassTimes) -> list[Event]:
         """Emit what the verdicts say until something stops an answer, and bring every cache to the emitted tokens."""
@@ -123,9 +159,9 @@ class Loop:
             job.cached += chunk
         now = self.clock.now()
         accepted, proposals, start = verdicts.accepted.tolist(), drafts.tokens.tolist(), 0
-        kept: list[Job] = []
-        ended: list[tuple[Job, FinishReason, Event]] = []
-        outcomes: Counter[Outcome] = Counter()
+        going: list[tuple[Job, Event]] = []
+        ended: list[tuple[Job, Event, FinishReason]] = []
+        outcomes: list[tuple[Job, Outcome]] = []
         events: list[Event] = []
         for index, (job, tokens) in enumerate(zip(plan.deciding, emitted(drafts, scores, verdicts), strict=True)):
             drafted = drafts.counts[index]
@@ -140,62 +176,97 @@ class Loop:
                 continue
             try:
                 num_taken, event.text, reason = take(job, tokens)
-            except Exception as error:  # the caller's own callback
+            except Exception as error:  # the caller's own callback, or the tokenizer
                 self._fail(job, error)
                 continue
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
             job.cached = len(job.tokens) - 1
-            kept.append(job)
-            outcome = Outcome(drafted, accepted[index], num_taken)
-            outcomes[outcome] += 1
-            job.statistics.add_round(*outcome)
-            job.statistics.add_pass(times, len(plan.deciding), drafted > 0, num_taken)
+            outcomes.append((job, Outcome(drafted, accepted[index], num_taken)))
             events.append(event)
-            if reason is not None:
-                ended.append((job, reason, event))
-            elif job.outbox is not None:
-                job.outbox.append(event)
-        keep(self.target, kept)
-        observe(self.drafter, plan, scores, verdicts)
-        self._count(plan, drafts, scores, times, outcomes)
-        for job, reason, event in ended:
+            if reason is None:
+                going.append((job, event))
+            else:
+                ended.append((job, event, reason))
+        times = self._settle(plan, scores, verdicts, times, [job for job, _ in going])
+        self._count(plan, drafts, times, outcomes)
+        for job, event in going:
+            self._deliver(job, event)
+        for job, event, reason in ended:
             self.end(job, reason, event)
         return events
 
-    def _count(self, plan: Plan, drafts: Drafts, scores: Scores, times: PassTimes, outcomes: Counter[Outcome]) -> None:
-        """The loop's own statistics of a pass."""
-        for outcome, jobs in outcomes.items():
+    def _settle(self, plan: Plan, scores: Scores, verdicts: Verdicts, times: PassTimes, going: list[Job]) -> PassTimes:
+        """Caches of the jobs that go on return to what was emitted. What fails here cannot touch finished answers."""
+        try:
+            keep(self.target, going)
+        except BackendError as error:
+            self._fail_jobs(going, error)
+        started = self.clock.now()
+        try:
+            steps = observe(self.drafter, plan, scores, verdicts)
+        except DraftError as error:
+            self._fail_jobs([job for job in plan.reading + going if job.width != 0], error)
+            steps = 0
+        spent = self.clock.now() - started
+        return times._replace(draft_s=times.draft_s + spent, draft_steps=times.draft_steps + steps)
+
+    def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: list[tuple[Job, Outcome]]) -> None:
+        """Statistics of the pass, for every job in it and for the loop."""
+        batch = len(plan.deciding)
+        for job in plan.reading:
+            job.statistics.add_pass(times, batch, False, 0)
+        for job, outcome in outcomes:
+            job.statistics.add_round(*outcome)
+            job.statistics.add_pass(times, batch, outcome.drafted > 0, outcome.emitted)
+        for outcome, jobs in Counter(outcome for _, outcome in outcomes).items():
             self.statistics.add_round(*outcome, times=jobs)
-        num_emitted = sum(outcome.emitted * jobs for outcome, jobs in outcomes.items())
-        self.statistics.add_pass(times, len(plan.deciding), any(drafts.counts), num_emitted)
-        self.statistics.costs.add(scores.num_fed, times.score_s)
+        num_emitted = sum(outcome.emitted for _, outcome in outcomes)
+        self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
+        self.statistics.costs.add(times.num_fed, times.score_s)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
             self.statistics.add_fallback(reason)
 
+    def _deliver(self, job: Job, event: Event) -> None:
+        if job.outbox is not None:
+            job.outbox.append(event)
+            _wake(job)
+
     def _fail(self, job: Job, error: BaseException) -> None:
         """The job is over; whoever waits for it gets the error."""
-        self._release(job)
         job.error = error
+        self._release(job)
+        _wake(job)
 
-    def _fail_all(self, plan: Plan, error: BaseException) -> None:
+    def _fail_jobs(self, jobs: list[Job], error: OutriderError) -> None:
+        """The same fault for several jobs: an exception of its own for each."""
+        for job in jobs:
+            if not job.done:
+                self._fail(job, error.copy())
+
+    def _fail_pass(self, plan: Plan, error: BaseException) -> None:
         """A pass broke off. Caches may hold half of it, so every job in it ends; the next ones are served."""
         if not isinstance(error, Exception):  # an interrupt belongs to the thread it hit, the others get an error
             error = BackendError(f"the pass was interrupted ({type(error).__name__}); ask again")
-        for job in plan.jobs:
-            if not job.done:
-                self._fail(job, error)
+        elif not isinstance(error, OutriderError):
+            error = _blamed(OutriderError, "the engine failed", error)
+        self._fail_jobs(plan.jobs, error)
 
     def _release(self, job: Job) -> None:
-        """Give back everything the job held."""
-        del self.jobs[job.request_id]
+        """Give back everything the job held. A plug-in that fails to let go is reported and does not stop the rest."""
+        self.jobs.pop(job.request_id, None)
         self._num_deadlines -= job.deadline is not None
         self.scheduler.remove(job)
-        self.drafter.forget(job)
-        if job.slot is not None:
-            self.target.close(job.slot)
-            job.slot = None
+        slot, job.slot = job.slot, None
+        givings: list[Callable[[], None]] = [lambda: self.drafter.forget(job)]
+        if slot is not None:
+            givings.append(lambda: self.target.close(slot))
+        for give_back in givings:
+            try:
+                give_back()
+            except Exception:
+                log.exception("could not free what %s held", job.request_id)
 
 
 def _interruption(job: Job, now: float) -> FinishReason | None:
@@ -207,6 +278,12 @@ def _interruption(job: Job, now: float) -> FinishReason | None:
     return None
 
 
-def _steady(plan: Plan, scores: Scores) -> bool:
-    """Whether every job was fed one pending token and its drafts: a row each, and no prompt."""
-    return scores.num_fed == sum(scores.counts) and not plan.reading
+def _blamed(kind: type[OutriderError], what: str, cause: Exception) -> OutriderError:
+    error = kind(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _wake(job: Job) -> None:
+    if job.wake is not None:
+        job.wake()

@@ -14,7 +14,7 @@ class Driver(Protocol):
 
     def retire(self, job: Job) -> None: ...
 
-    def cancel(self, request_id: str) -> bool: ...
+    def interrupt(self, job: Job) -> None: ...
 
 
 class Stream:
@@ -36,7 +36,7 @@ class Stream:
 
     def cancel(self) -> None:
         """From any thread: the request ends within the present round, and the last event says so."""
-        self._engine.cancel(self.request_id)
+        self._engine.interrupt(self._job)
 
     def close(self) -> None:
         """The reader is done: a request that has not ended is ended, and what it held is free."""
@@ -49,4 +49,4 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.cancel()  # nobody can read on: the next step drops it
+        self.cancel()  # nobody can read on

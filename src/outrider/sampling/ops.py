@@ -34,7 +34,7 @@ class SamplingOps:
 
     def __init__(self, xp: Any, device: Any = None) -> None:
         self.xp = xp
-        self.device = device
+        self.device = device = xp.asarray(0, device=device).device  # named, so that what comes from elsewhere is moved
         self.noise = Noise(xp, device)
         self._layouts: dict[Hashable, Layout] = {}
         self._controls: dict[Hashable, Controls] = {}
@@ -113,7 +113,11 @@ class SamplingOps:
             positions = positions[layout.owner] + layout.depth
         shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
         accepted, following = rule(shaped.logits, drafts, layout, controls, positions)
-        faults = {int(layout.owner[row]): fault for row, fault in shaped.faults.items()}
+        faults = {}
+        for row, fault in shaped.faults.items():
+            job = int(layout.owner[row])
+            if int(layout.depth[row]) <= int(accepted[job]):  # rows after a refusal are of a text that never was
+                faults[job] = fault
         return Verdicts(accepted, following, faults)
 
     def _match(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:

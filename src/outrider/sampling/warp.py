@@ -55,7 +55,7 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
             return []
         return [row for row, p in enumerate(params) if test(p)]
 
-    params = [job.request.sampling for job in jobs]
+    params = [job.params for job in jobs]
     distinct = list({id(p): p for p in params}.values())
     greedy = rows_where(lambda p: p.temperature == 0.0)
     if greedy:  # they take the argmax before temperature and filters, so those see neutral values
@@ -120,7 +120,7 @@ def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shape
     usable = xp.isfinite(peak)
     if not bool(xp.all(usable)):  # a NaN anywhere in a row makes its maximum NaN
         for row in (row for row, good in enumerate(usable[:, 0].tolist()) if not good):
-            faults.setdefault(row, _diagnose(xp, logits[row, :]))
+            faults.setdefault(row, _diagnose(xp, logits[row, :], x[row, :]))
         x = xp.where(usable, x, xp.zeros_like(x))
         peak = xp.where(usable, peak, xp.zeros_like(peak))
     if controls.all_greedy:
@@ -152,11 +152,14 @@ def _process(xp: Any, x: Array, row: int, history: History, faults: dict[int, Ou
     tokens = [*job.tokens, *ancestors]
     for processor in job.params.processors:
         try:
-            x[row, :] = processor(tokens, xp.asarray(x[row, :], copy=True))
+            row_out = processor(tokens, xp.asarray(x[row, :], copy=True))
+            if tuple(row_out.shape) != (x.shape[1],):
+                raise ValueError(f"it returned shape {tuple(row_out.shape)}")
+            x[row, :] = row_out
         except Exception as error:
-            fault = RequestError(f"a logits processor failed: {error}; it must return a row of {x.shape[1]} numbers")
-            fault.param, fault.__cause__ = "processors", error
-            faults[row] = fault
+            cure = f"it must return a row of {x.shape[1]} numbers"
+            faults[row] = RequestError(f"a logits processor failed: {error}; {cure}", param="processors")
+            faults[row].__cause__ = error
             return
 
 
@@ -200,31 +203,40 @@ def _keep_ranked(xp: Any, x: Array, top_k: Array, top_p: Array) -> Array:
 
 def _keep_typical(xp: Any, x: Array, typical_p: Array) -> Array:
     """The tokens whose surprise is closest to the row's entropy, until their mass reaches typical_p. [r, V]"""
-    p = softmax(xp, x)
-    possible = p > 0
-    surprise = -xp.log(xp.where(possible, p, xp.ones_like(p)))
-    entropy = xp.sum(p * surprise, axis=-1, keepdims=True)
-    distance = xp.where(possible, xp.abs(surprise - entropy), xp.inf)
-    order = xp.argsort(distance, axis=-1, stable=True)
+    x = x - xp.max(x, axis=-1, keepdims=True)
+    mass = xp.exp(x)
+    total = _running_sum(xp, mass)[:, -1:]
+    possible = mass > 0
+    surprise = xp.where(possible, xp.log(total) - x, 0.0)
+    entropy = _running_sum(xp, mass * surprise)[:, -1:] / total
+    order = xp.argsort(xp.where(possible, xp.abs(surprise - entropy), xp.inf), axis=-1, stable=True)
     return _keep_mass(xp, x, order, xp.take_along_axis(x, order, axis=-1), typical_p)
 
 
 def _keep_mass(xp: Any, x: Array, order: Array, ranked: Array, limit: Array) -> Array:
-    """Of `ranked` (x in `order`), keep tokens until their mass reaches `limit`; the one that crosses stays."""
-    mass = softmax(xp, ranked)
-    before = xp.cumulative_sum(mass, axis=-1, dtype=xp.float64) - mass
-    kept = xp.where(before < limit, ranked, -xp.inf)
+    """Of `ranked` (x in `order`), keep tokens until their share of mass reaches `limit`; the one that crosses stays."""
+    mass = xp.exp(ranked - xp.max(ranked, axis=-1, keepdims=True))
+    running = _running_sum(xp, mass)
+    kept = xp.where(running - mass < limit * running[:, -1:], ranked, -xp.inf)
     out = xp.empty_like(x)
     out[xp.arange(x.shape[0], device=x.device)[:, None], order] = kept
     return out
 
 
-def _diagnose(xp: Any, row: Array) -> OutriderError:
-    """Why a row has no usable maximum."""
-    if bool(xp.any(xp.isnan(row))):
+def _running_sum(xp: Any, mass: Array) -> Array:
+    """Sums in order of position. A plain sum may be split over threads differently for one row than for many, and the
+    last digit decides who is in at the edge: a row's choice must not depend on its neighbours. [r, V] float64"""
+    return xp.cumulative_sum(mass, axis=-1, dtype=xp.float64)
+
+
+def _diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
+    """Why a row has no usable maximum: the model's fault, or what the request did to it."""
+    if bool(xp.any(xp.isnan(model_row))):
         return BackendError("the model returned NaN logits; check its weights and number format", param="logits")
-    if not bool(xp.isfinite(xp.max(row))):
+    if not bool(xp.isfinite(xp.max(model_row))):
         return BackendError("the model returned a row without finite logits; check its weights", param="logits")
+    if bool(xp.any(xp.isnan(row))) or bool(xp.max(row) > 0):
+        return RequestError("a logits processor returned NaN or infinity; return finite logits", param="processors")
     return RequestError(
         "banned ids, logit bias or processors leave no token to choose from; allow at least one", param="banned"
     )

@@ -38,11 +38,14 @@ class Scheduler:
     def add(self, job: Job) -> None:
         self.waiting.append(job)
 
-    def admit(self, seat: Callable[[Job], bool]) -> None:
-        """Let the first in line in, while there is room. `seat` says whether the target had a slot for the job."""
-        while self.waiting and len(self._running) < self.config.max_batch and seat(self.waiting[0]):
-            job = self.waiting.popleft()
-            self._running[job.id] = job
+    def next_in_line(self) -> Job | None:
+        """The job that may start next, if the batch has room for it."""
+        return self.waiting[0] if self.waiting and len(self._running) < self.config.max_batch else None
+
+    def start(self, job: Job) -> None:
+        """The job, first in line, has its slot."""
+        self.waiting.popleft()
+        self._running[job.id] = job
 
     def remove(self, job: Job) -> None:
         if self._running.pop(job.id, None) is None:

@@ -14,13 +14,24 @@ from outrider.types import Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
 def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
-    """What the drafter has to say, in the target's arrays."""
+    """What the drafter has to say, in the target's arrays. Its failure is one of the jobs that asked for drafts."""
     if not any(plan.widths):
-        return Drafts([0] * len(plan.deciding), target.ops.integers([]))
-    with _blaming(DraftError, f"the {drafter.name} draft failed"):
-        drafts = drafter.propose(plan.deciding, plan.widths)
-    _check_drafts(drafter, target.info, plan, drafts)
-    return target.ops.adopt(drafts)
+        return _no_drafts(target, plan)
+    try:
+        with _blaming(DraftError, f"the {drafter.name} draft failed"):
+            drafts = drafter.propose(plan.deciding, plan.widths)
+            _check_shapes(drafter, target.info, plan, drafts)
+    except DraftError as error:
+        failed = _no_drafts(target, plan)
+        failed.faults = {index: error.copy() for index, width in enumerate(plan.widths) if width}
+        return failed
+    drafts = target.ops.adopt(drafts)
+    _check_tokens(drafter, target, drafts)
+    return drafts
+
+
+def _no_drafts(target: Backend, plan: Plan) -> Drafts:
+    return Drafts([0] * len(plan.deciding), target.ops.integers([]))
 
 
 def score(target: Backend, plan: Plan, drafts: Drafts) -> Scores:
@@ -71,24 +82,24 @@ def keep(target: Backend, jobs: Sequence[Job]) -> None:
         target.keep([_slot(job) for job in jobs], [job.cached for job in jobs])
 
 
-def observe(drafter: Drafter, plan: Plan, scores: Scores, verdicts: Verdicts) -> None:
-    """The drafter sees what came of its proposals."""
+def observe(drafter: Drafter, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+    """The drafter sees what came of its proposals. Returns the passes that took."""
     with _blaming(DraftError, f"the {drafter.name} draft failed"):
-        drafter.observe(plan, scores, verdicts)
+        return drafter.observe(plan, scores, verdicts)
 
 
 @contextmanager
 def _blaming(error: type[OutriderError], what: str) -> Iterator[None]:
-    """Name who failed. Our own errors pass as they are."""
+    """Name who failed."""
     try:
         yield
-    except OutriderError:
+    except error:
         raise
     except Exception as cause:
         raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
 
 
-def _check_drafts(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts) -> None:
+def _check_shapes(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts) -> None:
     """Drafts come from plug-ins too: shapes must fit what was asked for."""
     if len(drafts.counts) != len(plan.widths) or any(
         count > width for count, width in zip(drafts.counts, plan.widths, strict=True)
@@ -104,10 +115,26 @@ def _check_drafts(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts)
         )
 
 
+def _check_tokens(drafter: Drafter, target: Backend, drafts: Drafts) -> None:
+    """A job whose proposal is not made of tokens fails alone; zeros stand in until it is dropped."""
+    size, tokens = target.info.vocab_size, drafts.tokens.tolist()
+    if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+        return
+    start = 0
+    for index, count in enumerate(drafts.counts):
+        wrong = [token for token in tokens[start : start + count] if not 0 <= token < size]
+        if wrong:
+            drafts.faults[index] = DraftError(
+                f"the {drafter.name} draft proposed token {wrong[0]}; ids run from 0 to {size - 1}", param="draft"
+            )
+        start += count
+    drafts.tokens = target.ops.integers([token if 0 <= token < size else 0 for token in tokens])
+
+
 def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     """What the target is fed. A target that cannot rewind is not fed the draft: its last known row judges it."""
     info = target.info
-    proposals = _proposals(info, drafts)
+    proposals = _proposals(drafts)
     fed: list[int] = []
     slots: list[Slot] = []
     starts: list[int] = []
@@ -135,15 +162,11 @@ def _slot(job: Job) -> Slot:
     return job.slot
 
 
-def _proposals(info: ModelInfo, drafts: Drafts) -> Sequence[list[int]]:
-    """The drafted tokens per job, checked to be tokens."""
+def _proposals(drafts: Drafts) -> Sequence[list[int]]:
+    """The drafted tokens per job."""
     if not any(drafts.counts):
         return [[]] * len(drafts.counts)
-    tokens = drafts.tokens.tolist()
-    if min(tokens) < 0 or max(tokens) >= info.vocab_size:
-        wrong = next(token for token in tokens if not 0 <= token < info.vocab_size)
-        raise DraftError(f"the draft proposed token {wrong}; ids run from 0 to {info.vocab_size - 1}", param="draft")
-    out, start = [], 0
+    tokens, out, start = drafts.tokens.tolist(), [], 0
     for count in drafts.counts:
         out.append(tokens[start : start + count])
         start += count

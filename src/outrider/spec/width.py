@@ -17,21 +17,25 @@ class Width(NamedTuple):
 
 
 class FixedWidth:
-    """The width a request asked for. Never more than the answer can still use."""
+    """The width a request asked for, or the default. Never more than the answer can still use."""
 
-    def __init__(self, target: ModelInfo, drafter: Drafter, chunk: int) -> None:
+    DEFAULT = 4
+
+    def __init__(self, target: ModelInfo, drafter: Drafter) -> None:
         self._max_rewind = target.max_rewind
         self._drafter = drafter
-        self._chunk = chunk
 
     def choose(self, job: Job) -> Width:
-        width = min(job.width, job.limit - len(job.tokens) - 1)  # the round adds one token of the target's own
+        asked = self.DEFAULT if job.width is None else job.width
+        width = min(asked, job.limit - len(job.tokens) - 1)  # the round adds one token of the target's own
         if width <= 0:
             return Width(0)
-        if self._drafter.lag(job) > self._chunk:
+        if self._drafter.lag(job) > 0:
             return Width(0, "the draft is still reading the prompt")
         if self._max_rewind is not None and width > self._max_rewind:
-            if self._max_rewind == 0:  # one draft, judged before it is fed: exact, but it saves no pass
-                return Width(1, "the target cannot rewind: one token a round")
-            return Width(self._max_rewind, f"the target can rewind only {self._max_rewind} tokens")
+            if self._max_rewind > 0:
+                return Width(self._max_rewind, f"the target can rewind only {self._max_rewind} tokens")
+            if job.width is None:
+                return Width(0, "the target cannot rewind, so drafting saves no pass")
+            return Width(1, "the target cannot rewind: one draft a round, judged before it is fed")
         return Width(width)
