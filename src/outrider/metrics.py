@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
 
-class PassTimes(NamedTuple):
+@dataclass(slots=True)
+class PassTimes:
     """Seconds one round spent in each verb (drafting includes catching up), and what it was made of.
 
     `steady` rounds fed no prompt: only those say what a token costs.

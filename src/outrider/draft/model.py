@@ -84,11 +84,16 @@ class ModelDrafter:
         return drafts
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        for job in plan.deciding:
+        behind = []
+        for job in plan.jobs:
             seat = self.seats.get(job.id)
-            if seat and seat.ahead:
-                self._settle(job, seat)
-        behind = [job for job in plan.jobs if job.width != 0 and not job.done and self.lag(job) > 0]
+            if seat is not None:
+                if seat.ahead:
+                    self._settle(job, seat)
+                if len(job.tokens) - seat.length <= self.chunk:
+                    continue
+            if job.width != 0 and not job.done and self.lag(job) > 0:
+                behind.append(job)
         seated = [job for job in behind if self._seat(job) is not None]
         if seated:
             self._catch_up(seated)

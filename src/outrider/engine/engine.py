@@ -10,8 +10,7 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, overload
 
 from outrider.backends.base import Backend
@@ -21,6 +20,7 @@ from outrider.draft.base import Drafter
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
 from outrider.engine.stream import Stream
+from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
 from outrider.tokenizer import Tokenizer
@@ -46,8 +46,8 @@ class Engine:
         self._intake = Intake(target.info, tokenizer, drafter.name, (speculation or SpeculationConfig()).width)
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
-        self._lock = threading.RLock()  # held for one step at a time
-        self._depth = 0  # how often the thread that holds it entered
+        self._turn = Turn()  # held for one step at a time
+        self._intake_lock = threading.Lock()
         self._is_stepping = False
         self._is_open = True
         self._driver: threading.Thread | None = None  # steps while asynchronous readers wait
@@ -88,7 +88,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for every running job. `generate` and streams call it; you may drive the engine by hand too."""
-        with self._exclusively():
+        with self._turn:
             self._refuse_callbacks()
             self._is_stepping = True
             try:
@@ -98,25 +98,16 @@ class Engine:
         self._end_cancelled()
         return events
 
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        with self._lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-
     def _end_cancelled(self) -> None:
         """End cancelled jobs without waiting. When another thread is at work it does so after it lets the lock go,
         so a cancel is never lost; inside a callback the round itself will see it."""
-        while self.loop.has_cancelled and self._lock.acquire(blocking=False):
+        while self.loop.has_cancelled and self._turn.try_enter():
             try:
-                if self._depth:
+                if self._turn.is_nested:
                     return
                 self.loop.reap()
             finally:
-                self._lock.release()
+                self._turn.__exit__()
 
     @overload
     def generate(self, prompt: str | Request | Sequence[int], **settings: Any) -> Result: ...
@@ -130,7 +121,7 @@ class Engine:
         Settings are the fields of `Request` and `SamplingParams`: max_tokens=50, temperature=0.7, stop=["\n"], ...
         """
         one = is_one_prompt(prompt)
-        with self._exclusively():
+        with self._turn:
             self._refuse_callbacks()
         jobs = self._submit([prompt] if one else prompt, settings, streaming=False)
         try:
@@ -154,12 +145,7 @@ class Engine:
     async def astream(self, prompt: Prompt | Request, **settings: Any) -> AsyncIterator[Event]:
         """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
-        submission = asyncio.ensure_future(asyncio.to_thread(self._submit, [prompt], settings, streaming=True))
-        try:
-            job = (await asyncio.shield(submission))[0]
-        except asyncio.CancelledError:  # the job may be in line all the same by the time the thread is done
-            submission.add_done_callback(self._drop_submission)
-            raise
+        job = self._submit([prompt], settings, streaming=True)[0]
         assert job.outbox is not None
         job.wake = functools.partial(_wake_reader, job, event_loop, ready)
         try:
@@ -175,10 +161,6 @@ class Engine:
                 ready.clear()
         finally:
             self.interrupt(job)
-
-    def _drop_submission(self, submission: asyncio.Future[list[Job]]) -> None:
-        if submission.exception() is None:
-            self.interrupt(submission.result()[0])
 
     def _drive_in_background(self, job: Job) -> None:
         """One thread steps as long as jobs with an asynchronous reader are open."""
@@ -222,16 +204,16 @@ class Engine:
             if job.done:
                 return None
             # Another caller may be driving: look at the outbox again soon, its steps serve this job too.
-            if self._lock.acquire(timeout=0.002):
+            if self._turn.try_enter(timeout=0.002):
                 try:
                     if not job.outbox and not job.done:
                         self.step()
                 finally:
-                    self._lock.release()
+                    self._turn.__exit__()
 
     def _refuse_callbacks(self) -> None:
         """A callback runs inside a step; a step inside it would tear the round apart."""
-        if self._is_stepping:  # the lock is held, so the step is this thread's own
+        if self._is_stepping:  # it is our turn, so the step is this thread's own
             raise RequestError(
                 "a callback cannot wait for another answer of its engine; ask when this one is done", param="on_token"
             )
@@ -241,7 +223,7 @@ class Engine:
         self._retire([job])
 
     def _retire(self, jobs: Sequence[Job]) -> None:
-        with self._exclusively():
+        with self._turn:
             for job in jobs:
                 if self._is_stepping:  # called by a callback, in the middle of a round: the round ends it
                     job.cancelled = self.loop.has_cancelled = True
@@ -251,11 +233,11 @@ class Engine:
     def _submit(
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
     ) -> list[Job]:
-        """Jobs for all prompts, in line; nothing is started when one of them is wrong."""
-        with self._exclusively():
+        """Jobs for all prompts, in line; nothing is started when one of them is wrong. Never waits for a step."""
+        with self._intake_lock:
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
-            names = set(self.loop.jobs)
+            names: set[str] = set()
             jobs = []
             for index, prompt in enumerate(prompts):
                 try:
@@ -275,15 +257,18 @@ class Engine:
             settings = {**self._defaults, **settings}
         request = Request.of(prompt, settings)
         name = request.request_id
-        if name is not None and name in names:
+        if name is not None and self._is_taken(name, names):
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        while name is None or name in names:
+        while name is None or self._is_taken(name, names):
             self._num_submitted += 1
             name = f"request-{self._num_submitted}"
         job = self._intake.job(request, name, self.clock.now())
         job.statistics.costs = self.loop.statistics.costs
         names.add(name)
         return job
+
+    def _is_taken(self, name: str, names: set[str]) -> bool:
+        return name in names or name in self.loop.jobs
 
     @property
     def is_ready(self) -> bool:
@@ -302,14 +287,14 @@ class Engine:
 
     def reset_statistics(self) -> None:
         """Start counting anew. Requests in flight keep their own counts."""
-        with self._exclusively():
+        with self._turn:
             self.loop.statistics = Statistics()
 
     def close(self) -> None:
         """End everything that runs and take no more requests."""
-        with self._exclusively():
+        with self._intake_lock:
             self._is_open = False
-            self._retire(list(self.loop.jobs.values()))
+        self._retire(list(self.loop.jobs.values()))
 
     def __enter__(self) -> Engine:
         return self

@@ -8,7 +8,7 @@ threads, prompts or callers: that is `engine.Engine`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,12 +47,19 @@ class Loop:
         self.statistics = Statistics()
         self.jobs: dict[str, Job] = {}  # by request id, from `add` to the end
         self.has_cancelled = False  # set from any thread after a job's `cancelled`
+        self._arrivals: deque[Job] = deque()
         self._num_deadlines = 0
 
     def add(self, job: Job) -> None:
+        """From any thread, also while a step is under way: the job joins the line before the next."""
         self.jobs[job.request_id] = job
-        self._num_deadlines += job.deadline is not None
-        self.scheduler.add(job)
+        self._arrivals.append(job)
+
+    def _receive(self) -> None:
+        while self._arrivals:
+            job = self._arrivals.popleft()
+            self._num_deadlines += job.deadline is not None
+            self.scheduler.add(job)
 
     def step(self) -> list[Event]:
         """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""
@@ -83,6 +90,7 @@ class Loop:
 
     def reap(self) -> list[Event]:
         """End what was cancelled or is late."""
+        self._receive()
         now = self.clock.now()
         watched = list(self.scheduler.running)
         if self.has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
@@ -188,7 +196,7 @@ class Loop:
                 going.append((job, event))
             else:
                 ended.append((job, event, reason))
-        times = self._settle(plan, scores, verdicts, times, [job for job, _ in going])
+        self._settle(plan, scores, verdicts, times, [job for job, _ in going])
         self._count(plan, drafts, times, outcomes)
         for job, event in going:
             self._deliver(job, event)
@@ -196,7 +204,7 @@ class Loop:
             self.end(job, reason, event)
         return events
 
-    def _settle(self, plan: Plan, scores: Scores, verdicts: Verdicts, times: PassTimes, going: list[Job]) -> PassTimes:
+    def _settle(self, plan: Plan, scores: Scores, verdicts: Verdicts, times: PassTimes, going: list[Job]) -> None:
         """Caches of the jobs that go on return to what was emitted. What fails here cannot touch finished answers."""
         try:
             keep(self.target, going)
@@ -208,8 +216,8 @@ class Loop:
         except DraftError as error:
             self._fail_jobs([job for job in plan.reading + going if job.width != 0], error)
             steps = 0
-        spent = self.clock.now() - started
-        return times._replace(draft_s=times.draft_s + spent, draft_steps=times.draft_steps + steps)
+        times.draft_s += self.clock.now() - started
+        times.draft_steps += steps
 
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: list[tuple[Job, Outcome]]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
@@ -255,6 +263,7 @@ class Loop:
 
     def _release(self, job: Job) -> None:
         """Give back everything the job held. A plug-in that fails to let go is reported and does not stop the rest."""
+        self._receive()
         self.jobs.pop(job.request_id, None)
         self._num_deadlines -= job.deadline is not None
         self.scheduler.remove(job)

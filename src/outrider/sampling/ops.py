@@ -69,9 +69,8 @@ class SamplingOps:
         if controls.all_greedy:
             return Drawn(shaped.logits.argmax(-1), None, shaped.faults)
         weighed = controls.weighed
-        stream = self._int32([Stream.DRAFT if w else Stream.TARGET for w in weighed])
         positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
-        noise = self.noise.gumbel(controls.words, positions, stream, logits.shape[1])
+        noise = self.noise.gumbel(controls.words, positions, controls.draft_stream, logits.shape[1])
         tokens = draw(shaped.logits, noise, controls.sampled)
         if not any(weighed):
             return Drawn(tokens, None, shaped.faults)

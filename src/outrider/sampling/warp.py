@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import BackendError, OutriderError, RequestError
+from outrider.sampling.noise import Stream
 from outrider.types import Array, Job, SamplingParams
 
 # row -> its job, and the drafted tokens between the job's own tokens and this row; asked only where a control needs it
@@ -27,6 +28,7 @@ class Controls:
     sampled: Array | None  # [R, 1] 1.0 where noise is added, 0.0 where greedy; None: no row is greedy
     all_greedy: bool
     weighed: list[bool]  # rows whose draft probabilities the judge will ask for: `rejection`, not greedy
+    draft_stream: Array  # [R] int32: the noise a draft token is drawn with
     processed: list[int]  # rows with logits processors
     penalised: list[int]  # rows with penalties
     bias: tuple[Array, Array, Array] | None = None  # rows, ids, values: [M] each
@@ -61,13 +63,16 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
     if greedy:  # they take the argmax before temperature and filters, so those see neutral values
         sampled = column([0.0 if p.temperature == 0.0 else 1.0 for p in params])
     ruled = rows_where(lambda p: p.logit_bias or p.banned)
+    weighed = [job.rule == "rejection" and p.temperature > 0.0 for job, p in zip(jobs, params, strict=True)]
+    stream = [int(Stream.DRAFT if w else Stream.TARGET) for w in weighed]
     controls = Controls(
         words=xp.asarray(
             [[job.words[0] for job in jobs], [job.words[1] for job in jobs]], dtype=xp.int32, device=device
         ),
         sampled=sampled if greedy else None,
         all_greedy=len(greedy) == len(jobs),
-        weighed=[job.rule == "rejection" and p.temperature > 0.0 for job, p in zip(jobs, params, strict=True)],
+        weighed=weighed,
+        draft_stream=xp.asarray(stream, dtype=xp.int32, device=device),
         processed=rows_where(lambda p: p.processors),
         penalised=rows_where(lambda p: p.penalised),
     )
