@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.backends.mock import MockBackend
+from outrider.sampling import noise
 from outrider.types import Request, SamplingParams
 
 from cases import CONTROLS, LENGTH, PROMPT, TARGET, Case, grid, measure
@@ -54,6 +55,13 @@ def test_a_batch_of_different_settings_keeps_every_law() -> None:
     for index, case in enumerate(mixed):
         outputs = [result.token_ids for result in results[index :: len(mixed)]]
         assert case.p_value(outputs) > SIGNIFICANCE, case
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_the_race_of_contenders_keeps_the_law(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large vocabularies draw from contenders only; here a small one is made to."""
+    monkeypatch.setattr(noise, "PRUNED", 0)
+    assert measure(Case("pruned", width=2, rule=rule), GENERATIONS) > SIGNIFICANCE
 
 
 def test_different_seeds_draw_from_the_law_too() -> None:

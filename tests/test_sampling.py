@@ -121,12 +121,35 @@ def test_uniform_never_reaches_an_end_and_gumbel_is_finite() -> None:
     noise = Extremes(np)
     unit = noise._unit(noise.bits())
     assert (unit > 0).all() and (unit < 1).all() and len(set(unit.ravel())) == 4
-    assert np.isfinite(noise.gumbel(None, None, 0, 4)).all()
+    assert np.isfinite(noise.gumbel(noise.bits())).all()
 
 
 def test_gumbel_has_its_distribution() -> None:
-    noise = Noise(np).gumbel(words(np, seed_words(3, 0)), positions(np, 1), 0, 200_000)[0]
-    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-6
+    noise = Noise(np)
+    sample = noise.gumbel(noise.bits(words(np, seed_words(3, 0)), positions(np, 1), 0, 200_000))[0]
+    assert stats.kstest(sample, "gumbel_r").pvalue > 1e-6
+
+
+@both
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 5.0, 30.0])
+def test_pruning_never_changes_the_drawn_token(library: str, spread: float) -> None:
+    """At a real vocabulary only contenders get noise: the same token as the full race, flat rows and bans included."""
+    ops, rng = LIBRARIES[library], np.random.default_rng(3)
+    x = (rng.standard_normal((40, 5000)) * spread).astype(np.float32)
+    x[5:15, rng.integers(0, 5000, 4500)] = -np.inf
+    x[15] = -np.inf
+    x[15, 77] = -3.0
+    pairs = [seed_words(seed, 0) for seed in range(40)]
+    rows, at = ops.xp.asarray(x), positions(ops.xp, *range(40))
+    noise = ops.noise
+    bits = noise.bits(words(ops.xp, *pairs), at, Stream.TARGET, 5000)
+    full = (rows + noise.gumbel(bits)).argmax(-1).tolist()
+    assert noise._draw_from_contenders(rows, bits).tolist() == full
+    assert noise.draw(rows, words(ops.xp, *pairs), at, Stream.TARGET).tolist() == full
+    assert full[15] == 77
+    greedy = ops.xp.asarray(np.zeros((40, 1), dtype=np.float32))
+    drawn = noise.draw(rows, words(ops.xp, *pairs), at, Stream.TARGET, greedy)
+    assert drawn.tolist() == x.argmax(-1).tolist()
 
 
 # ---- the target distribution --------------------------------------------------------------------------------------

@@ -81,14 +81,17 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Fewer tokens and repeats.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False,
 ) -> None:
-    """Measure what the engine itself costs per emitted token, on a mock whose passes are nearly free."""
+    """Measure what the engine itself costs per emitted token, on a mock whose passes are nearly free.
+
+    Medians and ranges over repeats. Wall time includes the mock's own passes, engine time does not.
+    """
     from rich.console import Console
     from rich.table import Table
 
     from outrider.bench.overhead import readings
 
     console = Console()
-    table = Table("microseconds per emitted token", "engine", "range", "with the mock's passes", "tokens/round")
+    table = Table("us per emitted token", "engine", "range", "wall", "tokens/round", box=None, pad_edge=False)
     with console.status("measuring") as status:
         for reading in readings(quick=quick):
             if as_json:

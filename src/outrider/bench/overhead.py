@@ -71,7 +71,7 @@ def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_token
         if repeat:  # the first one warms up
             wall_us.append(wall * 1e6 / (batch * num_tokens))
             engine_us.append((wall - target.busy_s - draft.busy_s) * 1e6 / (batch * num_tokens))
-    name = f"{rule}, {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
+    name = f"{rule} {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
     per_round = engine.statistics.tokens_per_round
     return Reading(name, median(engine_us), min(engine_us), max(engine_us), median(wall_us), per_round)
 

@@ -65,16 +65,6 @@ def build_layout(xp: Any, device: Any, drafted: Sequence[int], rows: Sequence[in
     )
 
 
-def draw(x: Array, noise: Array, sampled: Array | None) -> Array:
-    """One token per row by the Gumbel-max rule: argmax of log-probability plus noise, ties to the lowest id.
-
-    x, noise [R, V]; sampled [R, 1] is 0 in greedy rows. -> [R]
-    """
-    if sampled is not None:
-        noise = noise * sampled
-    return (x + noise).argmax(-1)
-
-
 def leading(xp: Any, keep: Array, layout: Layout) -> Array:
     """How many drafts of each job are kept before the first refusal. keep [N] -> [B]"""
     kept = xp.astype(keep[layout.grid] & layout.inside, xp.uint8)
@@ -101,7 +91,7 @@ def reject(
 ) -> Ruling:
     """Rejection sampling. x [R, V] shaped logits, tokens [N], probs [N, V] or None for one-hot, positions [R]."""
     if layout.num_drafts == 0:
-        return Ruling(layout.drafted, draw(x, noise.gumbel(words, positions, Stream.TARGET, x.shape[1]), None))
+        return Ruling(layout.drafted, noise.draw(x, words, positions, Stream.TARGET))
     target = softmax(xp, x)
     uniform = noise.uniform(words[:, layout.judge], positions[layout.judge], Stream.ACCEPT)
     keep = kept(uniform, target[layout.judge, tokens], draft_chance(xp, tokens, probs))
@@ -114,7 +104,7 @@ def reject(
     log_rest = xp.where(rest > 0, xp.log(xp.where(rest > 0, rest, xp.ones_like(rest))), -xp.inf)
     source = xp.where(replace[:, None], log_rest, x[row, ...])
     stream = xp.astype(refused, xp.int32) * int(Stream.REPLACE)  # the others draw their bonus from TARGET, which is 0
-    return Ruling(accepted, draw(source, noise.gumbel(words[:, row], positions[row], stream, x.shape[1]), None))
+    return Ruling(accepted, noise.draw(source, words[:, row], positions[row], stream))
 
 
 def kept(uniform: Array, target: Array, draft: Array | float) -> Array:

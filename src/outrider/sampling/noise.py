@@ -15,6 +15,10 @@ from outrider.types import Array
 _MASK64 = (1 << 64) - 1
 
 
+PRUNED = 1024  # from this vocabulary on, looking for contenders is cheaper than logarithms for all
+MARGIN = 4.0
+
+
 class Stream(IntEnum):
     """Which question the noise answers. One number is never used for two questions."""
 
@@ -57,11 +61,13 @@ class Noise:
     """
 
     def __init__(self, xp: Any, device: Any = None) -> None:
+        self._xp = xp
+        self._device = device = xp.asarray(0, device=device).device
+
         def constant(value: int) -> Array:
             return xp.asarray(value, dtype=xp.int32, device=device)
 
-        self._xp = xp
-        self._device = device
+        self._prunes = str(device).startswith("cpu")  # elsewhere a shape that depends on the data would have to wait
         self._ids: dict[int, Array] = {}
         self._first, self._second = constant(_FIRST), constant(_SECOND)
         self._counter, self._four = constant(_COUNTER), constant(4)
@@ -99,11 +105,46 @@ class Noise:
         """One number in (0, 1) per row, for child rank 0. [R] float64."""
         return self._unit(self.bits(words, positions, stream, 1)[:, 0])
 
-    def gumbel(self, words: Array, positions: Array, stream: Array | int, count: int) -> Array:
-        """Standard Gumbel noise. [R, count] float32, always finite: between -3.2 and 22.9."""
-        unit = self._unit(self.bits(words, positions, stream, count))
-        waiting = self._xp.astype(-self._xp.log(unit), self._xp.float32)
+    def draw(
+        self, x: Array, words: Array, positions: Array, stream: Array | int, sampled: Array | None = None
+    ) -> Array:
+        """One token per row by the Gumbel-max rule: argmax of log-probability plus noise, ties to the lowest id.
+
+        x [R, V] log-probabilities up to a constant per row; sampled [R, 1] is 0 in greedy rows. -> [R]
+        """
+        bits = self.bits(words, positions, stream, x.shape[1])
+        if x.shape[1] >= PRUNED and self._prunes:
+            tokens = self._draw_from_contenders(x, bits)
+        else:
+            tokens = (x + self.gumbel(bits)).argmax(-1)
+        if sampled is not None:
+            tokens = self._xp.where(sampled[:, 0] > 0, tokens, x.argmax(-1))
+        return tokens
+
+    def gumbel(self, bits: Array) -> Array:
+        """Standard Gumbel noise from bits. float32, always finite: between -3.2 and 22.9."""
+        waiting = self._xp.astype(-self._xp.log(self._unit(bits)), self._xp.float32)
         return -self._xp.log(waiting)
+
+    def _draw_from_contenders(self, x: Array, bits: Array) -> Array:
+        """The same token, with logarithms only for those that can win: 0.4 ms instead of 1.3 for a row of 49,152.
+
+        The favourite of a row scores top + reach, reach being its noise. Another token beats that only if it is less
+        than MARGIN below the favourite, or if its noise is above reach + MARGIN; and noise grows with the bits.
+        """
+        xp, rows = self._xp, self._xp.arange(x.shape[0], device=self._device)
+        favourite = x.argmax(-1)
+        top = x[rows, favourite][:, None]
+        reach = xp.astype(self.gumbel(bits[rows, favourite]), xp.float64)
+        least = xp.exp(-xp.exp(-(reach + MARGIN - 1e-3))) - 0.5  # as a uniform, centred; 1e-3 outweighs all rounding
+        threshold = xp.astype(xp.clip(least * 2.0**32, -(2.0**31), 2.0**31 - 1), xp.int32)[:, None]
+        contends = xp.reshape((x >= top - MARGIN) | (bits >= threshold), (-1,))
+        (contenders,) = xp.nonzero(contends)
+        if contenders.shape[0] > x.shape[0] * x.shape[1] // 4:  # a flat row: everybody contends
+            return (x + self.gumbel(bits)).argmax(-1)
+        scores = xp.full(x.shape[0] * x.shape[1], -xp.inf, dtype=xp.float32, device=self._device)
+        scores[contenders] = xp.reshape(x, (-1,))[contenders] + self.gumbel(xp.reshape(bits, (-1,))[contenders])
+        return xp.reshape(scores, x.shape).argmax(-1)
 
     def _unit(self, bits: Array) -> Array:
         """Bits as a number in (0, 1), never an end. float64: the race is won close to 1, where float32 is coarse."""

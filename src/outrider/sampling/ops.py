@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from array_api_compat import is_numpy_namespace, is_torch_array
 
 from outrider.errors import OutriderError
-from outrider.sampling.accept import Layout, Ruling, build_layout, draw, match, reject
+from outrider.sampling.accept import Layout, Ruling, build_layout, match, reject
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.warp import Controls, History, build_controls, shape, softmax
 from outrider.types import Array, Drafts, Job, Scores, Verdicts
@@ -70,8 +70,7 @@ class SamplingOps:
             return Drawn(shaped.logits.argmax(-1), None, shaped.faults)
         weighed = controls.weighed
         positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
-        noise = self.noise.gumbel(controls.words, positions, controls.draft_stream, logits.shape[1])
-        tokens = draw(shaped.logits, noise, controls.sampled)
+        tokens = self.noise.draw(shaped.logits, controls.words, positions, controls.draft_stream, controls.sampled)
         if not any(weighed):
             return Drawn(tokens, None, shaped.faults)
         probs = softmax(xp, shaped.logits)
@@ -123,8 +122,7 @@ class SamplingOps:
         if controls.all_greedy:
             chosen = x.argmax(-1)
         else:
-            noise = self.noise.gumbel(controls.words, positions, Stream.TARGET, x.shape[1])
-            chosen = draw(x, noise, controls.sampled)
+            chosen = self.noise.draw(x, controls.words, positions, Stream.TARGET, controls.sampled)
         return match(self.xp, chosen, drafts.tokens, layout)
 
     def _reject(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
