@@ -85,28 +85,17 @@ def bench(
 
     Medians and ranges over repeats. Wall time includes the mock's own passes, engine time does not.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from outrider.bench.overhead import readings
 
-    console = Console()
-    table = Table("us per emitted token", "engine", "range", "wall", "tokens/round", box=None, pad_edge=False)
-    with console.status("measuring") as status:
-        for reading in readings(quick=quick):
-            if as_json:
-                typer.echo(json.dumps(asdict(reading)))
-                continue
-            status.update(f"measured {reading.name}")
-            table.add_row(
-                reading.name,
-                f"{reading.median_us:.1f}",
-                f"{reading.low_us:.1f} to {reading.high_us:.1f}",
-                f"{reading.wall_us:.1f}",
-                f"{reading.tokens_per_round:.2f}",
-            )
     if not as_json:
-        console.print(table)
+        typer.echo(f"{'us per emitted token':<46}{'engine':>9}{'range':>20}{'wall':>9}{'tokens/round':>14}")
+    for reading in readings(quick=quick):  # printed as they come, without a spinner: its thread would be measured too
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+            continue
+        span = f"{reading.low_us:.1f} - {reading.high_us:.1f}"
+        numbers = f"{reading.median_us:>9.1f}{span:>20}{reading.wall_us:>9.1f}{reading.tokens_per_round:>14.2f}"
+        typer.echo(f"{reading.name:<46}{numbers}")
 
 
 def _as_json(result: Result) -> dict[str, Any]:

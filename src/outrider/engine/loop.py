@@ -8,7 +8,7 @@ threads, prompts or callers: that is `engine.Engine`.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,12 +27,16 @@ from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Score
 log = logging.getLogger("outrider")
 
 
-class Outcome(NamedTuple):
-    """What a round did for one job."""
+Outcome = tuple[int, int, int]  # drafted, accepted, emitted: what a round did for a job
 
-    drafted: int
-    accepted: int
-    emitted: int
+
+class Emission(NamedTuple):
+    """What goes out for one job after a round. No outcome: nothing did; a reason: the answer ends here."""
+
+    job: Job
+    event: Event
+    outcome: Outcome | None
+    reason: FinishReason | None
 
 
 class Loop:
@@ -101,7 +105,7 @@ class Loop:
 
     def end(self, job: Job, reason: FinishReason, event: Event | None = None) -> Event:
         """The job is over; `event` becomes its last and carries the result."""
-        event = event or Event(job.request_id, [], "", [], 0)
+        event = event or _silence(job)
         if job.text is not None:
             event.text += job.text.finish()
         job.finish_reason = reason
@@ -162,15 +166,27 @@ class Loop:
         return self._plan()
 
     def _commit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts, times: PassTimes) -> list[Event]:
-        """Emit what the verdicts say until something stops an answer, and bring every cache to the emitted tokens."""
+        """Emit what the verdicts say, bring every cache to the emitted tokens, count, and tell the callers."""
         for job, chunk in zip(plan.reading, plan.chunks, strict=True):
             job.cached += chunk
+        emissions = self._emit(plan, drafts, scores, verdicts)
+        going = [emission.job for emission in emissions if emission.reason is None]
+        if any(drafts.counts):  # without drafts there is nothing to take back
+            self._keep(going)
+        self._observe(plan, going, scores, verdicts, times)
+        self._count(plan, drafts, times, emissions)
+        for job, event, _, reason in emissions:
+            if reason is not None:
+                self.end(job, reason, event)
+            elif not job.done:
+                self._deliver(job, event)
+        return [emission.event for emission in emissions]
+
+    def _emit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[Emission]:
+        """Every deciding job takes its tokens until something stops the answer; what failed is left out."""
         now = self.clock.now()
         accepted, proposals, start = verdicts.accepted.tolist(), drafts.tokens.tolist(), 0
-        going: list[tuple[Job, Event]] = []
-        ended: list[tuple[Job, Event, FinishReason]] = []
-        outcomes: list[tuple[Job, Outcome]] = []
-        events: list[Event] = []
+        emissions = []
         for index, (job, tokens) in enumerate(zip(plan.deciding, emitted(drafts, scores, verdicts), strict=True)):
             drafted = drafts.counts[index]
             event = Event(job.request_id, tokens, "", proposals[start : start + drafted], accepted[index])
@@ -180,7 +196,7 @@ class Loop:
                 continue
             reason = _interruption(job, now)
             if reason is not None:  # the round came too late: nothing of it is emitted
-                events.append(self.end(job, reason))
+                emissions.append(Emission(job, _silence(job), None, reason))
                 continue
             try:
                 num_taken, event.text, reason = take(job, tokens)
@@ -190,46 +206,40 @@ class Loop:
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
             job.cached = len(job.tokens) - 1
-            outcomes.append((job, Outcome(drafted, accepted[index], num_taken)))
-            events.append(event)
-            if reason is None:
-                going.append((job, event))
-            else:
-                ended.append((job, event, reason))
-        self._settle(plan, scores, verdicts, times, [job for job, _ in going])
-        self._count(plan, drafts, times, outcomes)
-        for job, event in going:
-            self._deliver(job, event)
-        for job, event, reason in ended:
-            self.end(job, reason, event)
-        return events
+            emissions.append(Emission(job, event, (drafted, accepted[index], num_taken), reason))
+        return emissions
 
-    def _settle(self, plan: Plan, scores: Scores, verdicts: Verdicts, times: PassTimes, going: list[Job]) -> None:
-        """Caches of the jobs that go on return to what was emitted. What fails here cannot touch finished answers."""
+    def _keep(self, going: list[Job]) -> None:
+        """The target's cache returns to what was emitted. What fails from here on cannot touch finished answers."""
         try:
             keep(self.target, going)
         except BackendError as error:
             self._fail_jobs(going, error)
+
+    def _observe(self, plan: Plan, going: list[Job], scores: Scores, verdicts: Verdicts, times: PassTimes) -> None:
+        """The drafter rewinds, catches up and learns; the time it takes is drafting time."""
         started = self.clock.now()
         try:
-            steps = observe(self.drafter, plan, scores, verdicts)
+            times.draft_steps += observe(self.drafter, plan, scores, verdicts)
         except DraftError as error:
             self._fail_jobs([job for job in plan.reading + going if job.width != 0], error)
-            steps = 0
         times.draft_s += self.clock.now() - started
-        times.draft_steps += steps
 
-    def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: list[tuple[Job, Outcome]]) -> None:
+    def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
-        batch = len(plan.deciding)
+        batch, num_emitted = len(plan.deciding), 0
         for job in plan.reading:
             job.statistics.add_pass(times, batch, False, 0)
-        for job, outcome in outcomes:
-            job.statistics.add_round(*outcome)
-            job.statistics.add_pass(times, batch, outcome.drafted > 0, outcome.emitted)
-        for outcome, jobs in Counter(outcome for _, outcome in outcomes).items():
-            self.statistics.add_round(*outcome, times=jobs)
-        num_emitted = sum(outcome.emitted for _, outcome in outcomes)
+        outcomes: dict[Outcome, int] = {}
+        for job, _, outcome, _ in emissions:
+            if outcome is not None:
+                drafted, accepted, num_taken = outcome
+                num_emitted += num_taken
+                outcomes[outcome] = outcomes.get(outcome, 0) + 1
+                job.statistics.add_round(drafted, accepted, num_taken)
+                job.statistics.add_pass(times, batch, drafted > 0, num_taken)
+        for (drafted, accepted, num_taken), jobs in outcomes.items():
+            self.statistics.add_round(drafted, accepted, num_taken, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         self.statistics.costs.add(times.num_fed, times.score_s)
         for job, reason in plan.fallbacks + drafts.fallbacks:
@@ -285,6 +295,11 @@ def _interruption(job: Job, now: float) -> FinishReason | None:
     if job.deadline is not None and now > job.deadline:
         return FinishReason.DEADLINE
     return None
+
+
+def _silence(job: Job) -> Event:
+    """An event without tokens."""
+    return Event(job.request_id, [], "", [], 0)
 
 
 def _blamed(kind: type[OutriderError], what: str, cause: Exception) -> OutriderError:

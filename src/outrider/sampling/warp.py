@@ -123,7 +123,7 @@ def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shape
         x[rows, ids] = x[rows, ids] + values
     peak = xp.max(x, axis=-1, keepdims=True)
     usable = xp.isfinite(peak)
-    if not bool(xp.all(usable)):  # a NaN anywhere in a row makes its maximum NaN
+    if not usable.all():  # a NaN anywhere in a row makes its maximum NaN
         for row in (row for row, good in enumerate(usable[:, 0].tolist()) if not good):
             faults.setdefault(row, _diagnose(xp, logits[row, :], x[row, :]))
         x = xp.where(usable, x, xp.zeros_like(x))
