@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -221,6 +222,48 @@ def test_many_threads_drive_one_engine() -> None:
         thread.join()
     assert outputs == expected
     nothing_left(engine)
+
+
+def test_threads_and_event_loops_in_disorder() -> None:
+    """Blocking, streaming, leaving and awaiting callers at once: everybody gets the whole answer, nothing is left."""
+    engine = load(max_batch=6)
+    expected = {seed: engine.generate([1], seed=seed, max_tokens=20).token_ids for seed in range(10)}
+    wrong: list[str] = []
+
+    async def await_events(seed: int) -> list[Any]:
+        return [event async for event in engine.astream([1], seed=seed, max_tokens=20)]
+
+    def work(number: int) -> None:
+        dice = random.Random(number)
+        for _ in range(25):
+            seed, kind = dice.randrange(10), dice.choice(["generate", "stream", "leave", "await"])
+            if kind == "leave":
+                stream = engine.stream([1], seed=seed)
+                for _ in range(dice.randrange(3)):
+                    next(stream)
+                dice.choice([stream.close, stream.cancel])()
+                continue
+            if kind == "generate":
+                result = engine.generate([1], seed=seed, max_tokens=20)
+            else:
+                events = (
+                    list(engine.stream([1], seed=seed, max_tokens=20))
+                    if kind == "stream"
+                    else asyncio.run(await_events(seed))
+                )
+                result = events[-1].result
+                if [token for event in events for token in event.tokens] != expected[seed]:
+                    wrong.append(kind)
+            if result is None or result.token_ids != expected[seed]:
+                wrong.append(kind)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    nothing_left(engine, within_s=1.0)
 
 
 def test_a_callback_that_raises_reaches_the_caller_and_spares_the_others() -> None:

@@ -46,7 +46,7 @@ class Engine:
         self._intake = Intake(target.info, tokenizer, drafter.name, (speculation or SpeculationConfig()).width)
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
-        self._turn = Turn()  # held for one step at a time
+        self._turn = Turn(after=self._end_cancelled)  # held for one step at a time
         self._intake_lock = threading.Lock()
         self._is_stepping = False
         self._is_open = True
@@ -92,20 +92,16 @@ class Engine:
             self._refuse_callbacks()
             self._is_stepping = True
             try:
-                events = self.loop.step()
+                return self.loop.step()
             finally:
                 self._is_stepping = False
-        self._end_cancelled()
-        return events
 
     def _end_cancelled(self) -> None:
-        """End cancelled jobs without waiting. When another thread is at work it does so after it lets the lock go,
-        so a cancel is never lost; inside a callback the round itself will see it."""
-        while self.loop.has_cancelled and self._turn.try_enter():
+        """End cancelled jobs without waiting for a turn: when a thread has it, that thread comes here afterwards."""
+        if self.loop.has_cancelled and self._turn.try_enter():
             try:
-                if self._turn.is_nested:
-                    return
-                self.loop.reap()
+                if not self._turn.is_nested:  # inside a callback the round itself will see it
+                    self.loop.reap()
             finally:
                 self._turn.__exit__()
 
@@ -151,14 +147,16 @@ class Engine:
         try:
             self._drive_in_background(job)
             while True:
+                ready.clear()
+                is_done = job.done  # asked first: what is done has its last event in the outbox
                 while job.outbox:
                     yield job.outbox.popleft()
                 if job.error is not None:
                     raise job.error
-                if job.done and not job.outbox:
+                if is_done:
                     return
-                await ready.wait()
-                ready.clear()
+                if not job.done:
+                    await ready.wait()
         finally:
             self.interrupt(job)
 
@@ -189,19 +187,21 @@ class Engine:
 
     def interrupt(self, job: Job) -> None:
         """Ask a job to end, from any thread, without waiting."""
-        job.cancelled = True
-        self.loop.has_cancelled = True
-        self._end_cancelled()
+        if not job.done:
+            job.cancelled = True
+            self.loop.has_cancelled = True
+            self._end_cancelled()
 
     def next_event(self, job: Job) -> Event | None:
         """The next event of a streaming job, driving the loop as long as nobody else does; None after the last."""
         assert job.outbox is not None, f"job {job.id} is not streaming"
         while True:
+            is_done = job.done  # asked first: what is done has its last event in the outbox
             if job.outbox:
                 return job.outbox.popleft()
             if job.error is not None:
                 raise job.error
-            if job.done:
+            if is_done:
                 return None
             # Another caller may be driving: look at the outbox again soon, its steps serve this job too.
             if self._turn.try_enter(timeout=0.002):

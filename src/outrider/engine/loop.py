@@ -108,7 +108,6 @@ class Loop:
         event = event or _silence(job)
         if job.text is not None:
             event.text += job.text.finish()
-        job.finish_reason = reason
         event.result = job.result = Result(
             request_id=job.request_id,
             text="" if job.text is None else job.text.text,
@@ -119,8 +118,10 @@ class Loop:
             rule=job.rule,
             statistics=job.statistics,
         )
+        self._deliver(job, event)  # before it counts as done: a reader that sees "done" finds the last event
+        job.finish_reason = reason
         self._release(job)
-        self._deliver(job, event)
+        _wake(job)
         return event
 
     def check(self) -> None:

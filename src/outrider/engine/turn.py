@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class Turn:
-    """Entered by one thread at a time, by that thread again and again. `with turn:` waits, `try_enter` need not."""
+    """Entered by one thread at a time, by that thread again and again. `with turn:` waits, `try_enter` need not.
 
-    def __init__(self) -> None:
+    `after` is called each time the lock has become free. Whoever found it taken may leave a note and go: the holder
+    looks for notes after letting go, so none is overlooked.
+    """
+
+    def __init__(self, after: Callable[[], None]) -> None:
         self._lock = threading.RLock()
         self._depth = 0
+        self._after = after
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -18,7 +24,10 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
+        is_free = self._depth == 0
         self._lock.release()
+        if is_free:
+            self._after()
 
     def try_enter(self, timeout: float = 0.0) -> bool:
         """Enter if that is possible within `timeout` seconds; leave with `__exit__`."""
