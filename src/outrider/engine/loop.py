@@ -94,11 +94,11 @@ class Loop:
 
     def reap(self) -> list[Event]:
         """End what was cancelled or is late."""
+        has_cancelled, self.has_cancelled = self.has_cancelled, False  # before looking: a later cancel sets it again
         self._receive()
         now = self.clock.now()
         watched = list(self.scheduler.running)
-        if self.has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
-            self.has_cancelled = False
+        if has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
             watched += self.scheduler.waiting
         interrupted = [(job, reason) for job in watched if (reason := _interruption(job, now)) is not None]
         return [self.end(job, reason) for job, reason in interrupted]
