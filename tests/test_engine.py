@@ -478,7 +478,7 @@ def test_a_drafter_that_proposes_too_much_is_refused() -> None:
     ("change", "message"),
     [
         ({"counts": []}, "proposed \\[\\] tokens where \\[4\\] were allowed"),
-        ({"tokens": np.zeros(3, dtype=np.int64)}, "tokens of shape \\(3,\\) for 4 drafts"),
+        ({"tokens": np.zeros(3, dtype=np.int64)}, "tokens of shape \\(3,\\) for 4 whole numbers"),
         ({"probs": np.ones((4, 25), dtype=np.float32)}, "rows of shape \\(4, 25\\), wanted \\(4, 26\\)"),
     ],
 )
@@ -719,6 +719,8 @@ def test_what_a_callback_is_shown_adds_up_to_the_text() -> None:
         {"logit_bias": [1, 2]},
         {"sampling": {}},
         {"on_token": 5},
+        {"on_token": asyncio.sleep},
+        {"request_id": [1]},
     ],
 )
 def test_a_bad_value_is_refused_before_it_can_hurt_others(bad: dict[str, Any]) -> None:
@@ -783,6 +785,155 @@ def test_a_processor_that_refuses_texts_that_never_were_does_no_harm(draft: str)
     engine = load(draft=drafter)
     settings = {"seed": 1, "max_tokens": 20, "processors": [never_five]}
     assert engine.generate([1], **settings).token_ids == engine.generate([1], width=0, **settings).token_ids
+
+
+def test_callers_of_several_threads_are_served_in_turn() -> None:
+    """A long answer driven by one thread does not hold up a short one of another, nor a close."""
+    engine = load(replace(CONFIG, seconds_per_pass=0.003), "ngram")
+    long = threading.Thread(target=lambda: engine.generate([1], seed=1, max_tokens=400, width=0))
+    long.start()
+    time.sleep(0.05)
+    for _ in range(5):
+        started = time.monotonic()
+        engine.generate([1], seed=2, max_tokens=3, width=0)
+        assert time.monotonic() - started < 0.2  # 3 passes of 3 ms; the long answer would take over a second
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < 0.2
+    long.join()
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError, KeyError])
+def test_what_a_callback_raises_is_its_own_callers(raised: type[BaseException]) -> None:
+    def leave(token: int, text: str) -> None:
+        raise raised("mine")
+
+    engine = load()
+    other = engine.stream([1], seed=1, max_tokens=5)
+    with pytest.raises(raised):
+        engine.generate([1], on_token=leave)
+    assert len(list(other)[-1].result.token_ids) == 5
+
+    async def run() -> int:
+        with pytest.raises(raised):
+            async for _ in engine.astream([1], on_token=leave):
+                pass
+        return len([event async for event in engine.astream([1], seed=1, max_tokens=5)])
+
+    assert asyncio.run(asyncio.wait_for(run(), 5)) > 0
+    nothing_left(engine, within_s=1.0)
+
+
+def test_a_drafter_that_misbehaves_touches_only_those_it_drafts_for() -> None:
+    class Odd(ScriptedDrafter):
+        change: dict[str, Any] = {}  # noqa: RUF012
+        returned: Any = 0
+
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
+            return replace(super().propose(jobs, widths), **self.change)
+
+        def observe(self, *_: Any) -> Any:
+            return self.returned
+
+    drafter = Odd(lambda tokens, width: [0] * width)
+    engine = load(draft=drafter)
+    uniform = np.full((4, 26), 1 / 26, dtype=np.float32)
+    for change, returned, message in [
+        ({"fallbacks": ["because"]}, 0, "the scripted draft failed"),
+        ({"counts": [-1]}, 0, "proposed"),
+        ({"tokens": np.full(4, 1.7)}, 0, "float64 tokens"),
+        ({"probs": uniform * 2}, 0, "no distributions"),
+        ({"probs": uniform - 0.5}, 0, "no distributions"),
+        ({"probs": uniform * np.nan}, 0, "no distributions"),
+        ({}, None, "observe\\(\\) must return the number of passes"),
+    ]:
+        drafter.change, drafter.returned = {}, 0
+        plain = engine.stream([1], seed=1, max_tokens=6, width=0)
+        next(plain)
+        drafted = engine.stream([1], seed=1, max_tokens=6)
+        drafter.change, drafter.returned = change, returned
+        if change:  # the plain neighbour shares the pass: shapes are those of one drafting job
+            plain.close()
+        with pytest.raises(DraftError, match=message):
+            list(drafted)
+        if not change:
+            assert len(list(plain)[-1].result.token_ids) == 5 + 1
+    nothing_left(engine)
+
+
+def test_a_drafter_sees_no_job_after_it_was_told_to_forget_it() -> None:
+    class Strict(ScriptedDrafter):
+        known: set[int] = set()  # noqa: RUF012
+
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
+            self.known |= {job.id for job in jobs}
+            return super().propose(jobs, widths)
+
+        def observe(self, plan: Any, *_: Any) -> int:
+            assert {job.id for job in plan.deciding} <= self.known
+            return 0
+
+        def forget(self, job: Job) -> None:
+            self.known.discard(job.id)
+
+    engine = load(draft=Strict(lambda tokens, width: [0] * width))
+    calls = iter(range(100))
+
+    def angry(token: int, text: str) -> None:
+        if next(calls) > 3:
+            raise ValueError("mine")
+
+    stream = engine.stream([1], seed=1, max_tokens=30)
+    with pytest.raises(ValueError, match="mine"):
+        engine.generate([1], seed=2, on_token=angry)
+    assert len(list(stream)[-1].result.token_ids) == 30
+    assert not engine.loop.drafter.known
+
+
+def test_a_job_seated_late_is_read_in_chunks() -> None:
+    engine = load(draft=replace(DRAFT, max_slots=1), prefill_chunk=8)
+    sizes = []
+    score = engine.loop.drafter.backend.score
+
+    def watched(spans: Spans) -> Scores:
+        sizes.append(max(spans.counts))
+        return score(spans)
+
+    engine.loop.drafter.backend.score = watched
+    prompts = [list(range(26)), list(range(26))]
+    results = engine.generate([Request.of(prompts[b], {"seed": b, "max_tokens": 10 + 40 * b}) for b in range(2)])
+    assert max(sizes) <= 8 and results[1].statistics.drafted > 0
+
+
+@pytest.mark.parametrize("returned", [lambda logits: logits, lambda logits: None, lambda logits: Scores([], [1])])
+def test_a_backend_that_returns_the_wrong_thing_is_said(returned: Any) -> None:
+    class Odd(MockBackend):
+        def score(self, spans: Spans) -> Any:
+            return returned(super().score(spans).logits)
+
+    engine = Engine.load(Odd(CONFIG))
+    with pytest.raises(BackendError):
+        engine.generate([1])
+    nothing_left(engine)
+
+
+def test_numpys_false_stops_too() -> None:
+    assert len(load().generate([1], seed=1, max_tokens=9, on_token=lambda t, s: np.bool_(False)).token_ids) == 1
+
+
+def test_none_keeps_the_presets_default() -> None:
+    engine = Engine.load("mock")
+    given = engine.generate(" the", seed=1, max_tokens=9, temperature=None)
+    assert given.token_ids == engine.generate(" the", seed=1, max_tokens=9).token_ids
+
+
+def test_a_result_does_not_change_afterwards() -> None:
+    engine = load()
+    result = engine.generate([1], seed=1, max_tokens=9)
+    before = result.statistics.report()
+    engine.generate([1], seed=1, max_tokens=9, width=0)
+    assert result.statistics.report() == before
 
 
 def test_close_ends_what_runs() -> None:

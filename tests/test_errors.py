@@ -268,6 +268,15 @@ CONFIGS = [
         "the method ngram uses no draft model; leave out draft= or method=",
         lambda: Engine.load(mock(), draft=mock(), method="ngram"),
     ),
+    refuses(
+        MissingDraftError,
+        "missing_draft",
+        "draft",
+        "width=2 needs a draft; pass draft=",
+        lambda: Engine.load(mock(), draft="none", width=2),
+    ),
+    refuses(ConfigError, "invalid_config", "target", "got MockConfig", lambda: Engine.load(CONFIG)),
+    refuses(ConfigError, "invalid_config", "target", "a name or a backend, got NoneType", lambda: Engine.load(None)),
     refuses(ConfigError, "invalid_config", "width", "whole number, got '4'", lambda: Engine.load(mock(), width="4")),
     refuses(ConfigError, "invalid_config", "max_batch", "at least 1, got 0", lambda: SchedulerConfig(max_batch=0)),
     refuses(
@@ -322,7 +331,10 @@ def test_ids_of_array_libraries_are_ids() -> None:
         engine.generate(ids)
     with pytest.raises(RequestError, match="prompt 0: a prompt is text or a list of token ids, got ndarray"):
         engine.generate([ids, ids])
-    assert engine.generate([1, 2], seed=np.int64(1), max_tokens=4, temperature=np.float32(1)).token_ids == expected
+    numbers = {"seed": np.int64(1), "max_tokens": np.int32(4), "temperature": np.float32(1), "choice": np.int64(0)}
+    assert engine.generate([1, 2], **numbers).token_ids == expected
+    with pytest.raises(RequestError, match="got bytes"):
+        engine.generate(b"abc")
 
 
 def test_vocabularies_that_differ_only_by_padding_work() -> None:
@@ -344,3 +356,15 @@ def test_the_class_decides_the_status() -> None:
     assert [c.status for c in (OutriderError, BackendError, DraftError, NotReadyError)] == [500, 500, 500, 503]
     codes = [c.code for c in OutriderError.__subclasses__()]
     assert len(codes) == len(set(codes))
+
+
+def test_a_tokenizer_that_fails_on_the_prompt_is_said() -> None:
+    class Mute:
+        def encode(self, text: str) -> None:
+            return None
+
+        def token_bytes(self, token: int) -> bytes:
+            return b""
+
+    with pytest.raises(BackendError, match="the tokenizer failed on the prompt"):
+        Engine.load(mock(), tokenizer=Mute()).generate("hi")

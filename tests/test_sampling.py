@@ -253,6 +253,15 @@ def test_extreme_temperatures_stay_finite(library: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("tiny", [{"top_p": 1e-46}, {"typical_p": 1e-50}, {"top_p": 5e-324, "top_k": 3}])
+def test_tiny_limits_keep_one_token(library: str, tiny: dict[str, float]) -> None:
+    ops = LIBRARIES[library]
+    logits = ops.xp.asarray(np.asarray([[0.0, 3.0, 1.0, -9.0]], dtype=np.float32))
+    probs = np.asarray(ops.draft([job(4, accept="rejection", **tiny)], [[]], logits).probs)
+    assert (probs > 0).sum() == 1 and probs.sum() == 1
+
+
+@both
 def test_a_processor_sees_tokens_and_drafts_and_comes_first(library: str) -> None:
     ops, seen = LIBRARIES[library], []
 

@@ -65,7 +65,7 @@ def demo(
     """
     from outrider.engine.engine import Engine
 
-    engine = Engine.load("mock", method=draft, width=width)
+    engine = Engine.load("mock", method=draft, width=None if draft == "none" else width)
     stream = engine.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, accept=accept)
     events = list(stream)
     result = events[-1].result

@@ -34,6 +34,9 @@ class PassCosts:
 
     points: dict[int, list[float]] = field(default_factory=dict)  # rows -> [passes, seconds]
 
+    def copy(self) -> PassCosts:
+        return PassCosts({rows: list(point) for rows, point in self.points.items()})
+
     def add(self, rows: int, seconds: float) -> None:
         point = self.points.setdefault(rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length(), [0.0, 0.0])
         point[0] += 1.0

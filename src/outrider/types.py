@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
+from inspect import iscoroutinefunction
 from typing import Any, Literal, NewType, Protocol
 
 from outrider.checks import check_collection, check_number, check_whole
@@ -121,7 +122,7 @@ class Request:
     request_id: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt, Sequence):
+        if not isinstance(self.prompt, Sequence) or isinstance(self.prompt, (bytes, bytearray)):
             cure = "; pass its tolist()" if hasattr(self.prompt, "tolist") else ""
             kind = type(self.prompt).__name__
             raise RequestError(f"a prompt is text or a list of token ids, got {kind}{cure}", param="prompt")
@@ -141,8 +142,10 @@ class Request:
         if self.width is not None:
             check_whole(self.width, "width", 0, RequestError)
         check_whole(self.choice, "choice", 0, RequestError)
-        if self.on_token is not None and not callable(self.on_token):
-            raise RequestError(f"on_token takes a function, got {self.on_token!r}", param="on_token")
+        if self.on_token is not None and (not callable(self.on_token) or iscoroutinefunction(self.on_token)):
+            raise RequestError(f"on_token takes a plain function, got {self.on_token!r}", param="on_token")
+        if self.request_id is not None and not isinstance(self.request_id, str):
+            raise RequestError(f"request_id takes text, got {self.request_id!r}", param="request_id")
 
     @classmethod
     def of(cls, prompt: Prompt | Request, settings: Mapping[str, Any]) -> Request:

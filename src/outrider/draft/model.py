@@ -119,6 +119,9 @@ class ModelDrafter:
         if self._seat(job) is None:
             drafts.fallbacks.append((job, "the draft has no room for another sequence"))
             return 0
+        if self.lag(job) > 0:  # it got its seat only now, with the answer under way
+            drafts.fallbacks.append((job, "the draft is still reading the prompt"))
+            return 0
         if room < width:
             drafts.fallbacks.append(
                 (job, f"the answer comes to the end of the draft's context of {info.context} tokens")

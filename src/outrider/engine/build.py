@@ -35,8 +35,8 @@ def build_engine(
         raise ConfigError(f"{method!r} is not a drafting method; choose one of {', '.join(METHODS)}", param="method")
     preset = None
     speculation = SpeculationConfig(width=width)
-    if speculation.width and not isinstance(target, str) and draft is None and method is None:
-        raise MissingDraftError(f"width={width} needs a draft; pass draft=, or leave width out", param="draft")
+    if not isinstance(target, str) and not _has(target, "score"):
+        raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
     if isinstance(target, str):
         preset = _preset(target, "target")
         if draft is None and method in (None, preset.method):
@@ -45,9 +45,12 @@ def build_engine(
             speculation = SpeculationConfig(width=preset.width)
         tokenizer = tokenizer or mock_tokenizer(preset.target.vocab_size)
         target = MockBackend(preset.target, clock=clock)
+    drafter = _drafter(target, draft, method, ngram, scheduling.prefill_chunk, clock)
+    if width and drafter.name == "none":
+        raise MissingDraftError(f"width={width} needs a draft; pass draft=, or leave width out", param="draft")
     return Engine(
         target,
-        _drafter(target, draft, method, ngram, scheduling.prefill_chunk, clock),
+        drafter,
         tokenizer=tokenizer,
         scheduling=scheduling,
         speculation=speculation,

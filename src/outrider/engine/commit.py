@@ -56,7 +56,8 @@ def _push(stream: TextOut, token: int) -> str:
 def _call(job: Job, on_token: OnToken, token: int, piece: str) -> None:
     """The caller's callback. What it raises ends the request and reaches the caller as it is."""
     try:
-        if on_token(token, piece) is False:
+        answer = on_token(token, piece)
+        if answer is not None and not answer:  # numpy's False is one, too
             job.cancelled = True
     except StopIteration as error:  # would look like the end of a stream
         raise RuntimeError("on_token raised StopIteration; return False to stop") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,7 +25,9 @@ from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
 from outrider.tokenizer import Tokenizer
-from outrider.types import Event, FinishReason, Job, Prompt, Request, Result
+from outrider.types import Event, Job, Prompt, Request, Result
+
+log = logging.getLogger("outrider")
 
 
 class Engine:
@@ -89,7 +92,8 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for every running job. `generate` and streams call it; you may drive the engine by hand too."""
         with self._turn:
-            self._refuse_callbacks()
+            if self._is_stepping:
+                raise _called_back()
             self._is_stepping = True
             try:
                 return self.loop.step()
@@ -115,15 +119,16 @@ class Engine:
         """The answer to a prompt (text, token ids or a Request), or to each of a list of them.
 
         Settings are the fields of `Request` and `SamplingParams`: max_tokens=50, temperature=0.7, stop=["\n"], ...
+        What is not given comes from the preset; a Request is taken as it is.
         """
         one = is_one_prompt(prompt)
-        with self._turn:
-            self._refuse_callbacks()
+        if self._turn.is_mine:
+            raise _called_back()
         jobs = self._submit([prompt] if one else prompt, settings, streaming=False)
         try:
             for job in jobs:
                 while not job.done:
-                    self.step()
+                    self._step_for(job)
         finally:
             self._retire(jobs)
         for job in jobs:
@@ -151,9 +156,9 @@ class Engine:
                 is_done = job.done  # asked first: what is done has its last event in the outbox
                 while job.outbox:
                     yield job.outbox.popleft()
-                if job.error is not None:
-                    raise job.error
                 if is_done:
+                    if job.error is not None:
+                        raise job.error
                     return
                 if not job.done:
                     await ready.wait()
@@ -175,7 +180,10 @@ class Engine:
                 if not self._driven:
                     self._driver = None
                     return
-            self.step()
+            try:
+                self.step()
+            except BaseException:  # its jobs have their error; the others still need a driver
+                log.exception("a step failed")
 
     def cancel(self, request_id: str) -> bool:
         """End a request from any thread, within the present round. False when there is no such request."""
@@ -199,36 +207,32 @@ class Engine:
             is_done = job.done  # asked first: what is done has its last event in the outbox
             if job.outbox:
                 return job.outbox.popleft()
-            if job.error is not None:
-                raise job.error
             if is_done:
+                if job.error is not None:
+                    raise job.error
                 return None
-            # Another caller may be driving: look at the outbox again soon, its steps serve this job too.
-            if self._turn.try_enter(timeout=0.002):
-                try:
-                    if not job.outbox and not job.done:
-                        self.step()
-                finally:
-                    self._turn.__exit__()
+            self._step_for(job)
 
-    def _refuse_callbacks(self) -> None:
-        """A callback runs inside a step; a step inside it would tear the round apart."""
-        if self._is_stepping:  # it is our turn, so the step is this thread's own
-            raise RequestError(
-                "a callback cannot wait for another answer of its engine; ask when this one is done", param="on_token"
-            )
+    def _step_for(self, job: Job) -> None:
+        """Take a step, unless another caller's step serves the job first: hence the short wait, and the second look."""
+        if self._turn.try_enter(timeout=0.002):
+            try:
+                if not job.outbox and not job.done:
+                    self.step()
+            finally:
+                self._turn.__exit__()
 
     def retire(self, job: Job) -> None:
         """Its reader is gone: end the job now, if it has not ended."""
         self._retire([job])
 
     def _retire(self, jobs: Sequence[Job]) -> None:
-        with self._turn:
-            for job in jobs:
-                if self._is_stepping:  # called by a callback, in the middle of a round: the round ends it
-                    job.cancelled = self.loop.has_cancelled = True
-                elif not job.done:
-                    self.loop.end(job, FinishReason.CANCELLED)
+        open_jobs = [job for job in jobs if not job.done]
+        for job in open_jobs:  # a step under way ends them; called by a callback, that is all there is to do
+            job.cancelled = self.loop.has_cancelled = True
+        if open_jobs and not self._turn.is_mine:
+            with self._turn:
+                self.loop.reap()
 
     def _submit(
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
@@ -253,6 +257,7 @@ class Engine:
 
     def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any], names: set[str]) -> Job:
         """A job under a name of its own, which is added to `names`."""
+        settings = {key: value for key, value in settings.items() if value is not None}  # None is "not given"
         if not isinstance(prompt, Request) and "sampling" not in settings:
             settings = {**self._defaults, **settings}
         request = Request.of(prompt, settings)
@@ -301,6 +306,13 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _called_back() -> RequestError:
+    """A callback runs inside a step; a step inside it would tear the round apart."""
+    return RequestError(
+        "a callback cannot wait for another answer of its engine; ask when this one is done", param="on_token"
+    )
 
 
 def _wake_reader(job: Job, event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:

@@ -9,7 +9,15 @@ from numbers import Integral
 from typing import Any
 
 from outrider.backends.base import ModelInfo
-from outrider.errors import ContextLengthError, EmptyPromptError, RequestError, TokenRangeError, UnknownMethodError
+from outrider.errors import (
+    BackendError,
+    ContextLengthError,
+    EmptyPromptError,
+    OutriderError,
+    RequestError,
+    TokenRangeError,
+    UnknownMethodError,
+)
 from outrider.sampling.noise import seed_words
 from outrider.tokenizer import TextStream, Tokenizer
 from outrider.types import Job, Prompt, Request, SamplingParams
@@ -41,7 +49,7 @@ class Intake:
             num_prompt=len(tokens),
             seed=seed,
             rule=sampling.rule,
-            words=seed_words(seed, request.choice),
+            words=seed_words(seed, int(request.choice)),
             limit=self._limit(len(tokens), request.max_tokens),
             stop_ids=frozenset([*eos, *map(int, request.stop_ids)]),
             width=self._requested_width(request),
@@ -55,7 +63,7 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
-            prompt = self._tokenizer.encode(prompt)
+            prompt = self._encode_text(self._tokenizer, prompt)
         self._check_ids(prompt, "prompt")
         tokens = [int(token) for token in prompt]
         if not tokens:
@@ -66,6 +74,16 @@ class Intake:
                 f"shorten it to at most {self._info.context - 1}",
                 param="prompt",
             )
+        return tokens
+
+    def _encode_text(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
+        try:
+            tokens = tokenizer.encode(text)
+            len(tokens)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise BackendError(f"the tokenizer failed on the prompt: {type(error).__name__}: {error}") from error
         return tokens
 
     def _own(self, sampling: SamplingParams) -> SamplingParams:

@@ -20,23 +20,29 @@ from outrider.engine.commit import take
 from outrider.errors import BackendError, DraftError, OutriderError
 from outrider.metrics import PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
-from outrider.spec.round import emitted, judge, keep, observe, propose, score
+from outrider.spec.round import emitted, judge, keep, observe, proposals, propose, score
 from outrider.spec.width import FixedWidth, Width
 from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Verdicts
 
 log = logging.getLogger("outrider")
 
 
-Outcome = tuple[int, int, int]  # drafted, accepted, emitted: what a round did for a job
+class Outcome(NamedTuple):
+    """What a round did for one job, in tokens."""
+
+    drafted: int
+    accepted: int
+    emitted: int
 
 
 class Emission(NamedTuple):
-    """What goes out for one job after a round. No outcome: nothing did; a reason: the answer ends here."""
+    """What comes of a round for one job: tokens went out (`outcome`), the answer ends (`reason`), or it failed."""
 
     job: Job
     event: Event
-    outcome: Outcome | None
-    reason: FinishReason | None
+    outcome: Outcome | None = None
+    reason: FinishReason | None = None
+    error: BaseException | None = None
 
 
 class Loop:
@@ -56,8 +62,8 @@ class Loop:
 
     def add(self, job: Job) -> None:
         """From any thread, also while a step is under way: the job joins the line before the next."""
-        self.jobs[job.request_id] = job
         self._arrivals.append(job)
+        self.jobs[job.request_id] = job  # from here on it can be cancelled
 
     def _receive(self) -> None:
         while self._arrivals:
@@ -108,6 +114,7 @@ class Loop:
         event = event or _silence(job)
         if job.text is not None:
             event.text += job.text.finish()
+        job.statistics.costs = job.statistics.costs.copy()  # the engine's go on changing
         event.result = job.result = Result(
             request_id=job.request_id,
             text="" if job.text is None else job.text.text,
@@ -171,43 +178,47 @@ class Loop:
         for job, chunk in zip(plan.reading, plan.chunks, strict=True):
             job.cached += chunk
         emissions = self._emit(plan, drafts, scores, verdicts)
-        going = [emission.job for emission in emissions if emission.reason is None]
+        going = [emission.job for emission in emissions if emission.reason is None and emission.error is None]
         if any(drafts.counts):  # without drafts there is nothing to take back
             self._keep(going)
         self._observe(plan, going, scores, verdicts, times)
         self._count(plan, drafts, times, emissions)
-        for job, event, _, reason in emissions:
-            if reason is not None:
+        for job, event, _, reason, error in emissions:
+            if error is not None:
+                self._fail(job, error)
+            elif reason is not None:
                 self.end(job, reason, event)
             elif not job.done:
                 self._deliver(job, event)
-        return [emission.event for emission in emissions]
+        return [emission.event for emission in emissions if emission.job.error is None]
 
     def _emit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[Emission]:
-        """Every deciding job takes its tokens until something stops the answer; what failed is left out."""
+        """Every deciding job takes its tokens until something stops the answer."""
         now = self.clock.now()
-        accepted, proposals, start = verdicts.accepted.tolist(), drafts.tokens.tolist(), 0
+        accepted = verdicts.accepted.tolist()
         emissions = []
-        for index, (job, tokens) in enumerate(zip(plan.deciding, emitted(drafts, scores, verdicts), strict=True)):
-            drafted = drafts.counts[index]
-            event = Event(job.request_id, tokens, "", proposals[start : start + drafted], accepted[index])
-            start += drafted
+        for index, (job, drafted, tokens) in enumerate(
+            zip(plan.deciding, proposals(drafts), emitted(drafts, scores, verdicts), strict=True)
+        ):
+            event = Event(job.request_id, tokens, "", drafted, accepted[index])
             if index in verdicts.faults:
-                self._fail(job, verdicts.faults[index])
+                emissions.append(Emission(job, event, error=verdicts.faults[index]))
                 continue
             reason = _interruption(job, now)
             if reason is not None:  # the round came too late: nothing of it is emitted
-                emissions.append(Emission(job, _silence(job), None, reason))
+                emissions.append(Emission(job, _silence(job), reason=reason))
                 continue
             try:
                 num_taken, event.text, reason = take(job, tokens)
-            except Exception as error:  # the caller's own callback, or the tokenizer
-                self._fail(job, error)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # of the caller's own callback (sys.exit included), or of the tokenizer
+                emissions.append(Emission(job, event, error=error))
                 continue
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
             job.cached = len(job.tokens) - 1
-            emissions.append(Emission(job, event, (drafted, accepted[index], num_taken), reason))
+            emissions.append(Emission(job, event, Outcome(len(drafted), accepted[index], num_taken), reason))
         return emissions
 
     def _keep(self, going: list[Job]) -> None:
@@ -232,15 +243,14 @@ class Loop:
         for job in plan.reading:
             job.statistics.add_pass(times, batch, False, 0)
         outcomes: dict[Outcome, int] = {}
-        for job, _, outcome, _ in emissions:
+        for job, _, outcome, _, _ in emissions:
             if outcome is not None:
-                drafted, accepted, num_taken = outcome
-                num_emitted += num_taken
+                num_emitted += outcome.emitted
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
-                job.statistics.add_round(drafted, accepted, num_taken)
-                job.statistics.add_pass(times, batch, drafted > 0, num_taken)
-        for (drafted, accepted, num_taken), jobs in outcomes.items():
-            self.statistics.add_round(drafted, accepted, num_taken, times=jobs)
+                job.statistics.add_round(*outcome)
+                job.statistics.add_pass(times, batch, outcome.drafted > 0, outcome.emitted)
+        for outcome, jobs in outcomes.items():
+            self.statistics.add_round(*outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         self.statistics.costs.add(times.num_fed, times.score_s)
         for job, reason in plan.fallbacks + drafts.fallbacks:

@@ -47,11 +47,17 @@ class SamplingOps:
         ids = self.xp.arange(vocab_size, device=self.device)
         return self.xp.astype(tokens[:, None] == ids, self.xp.float32)
 
+    def are_distributions(self, probs: Array) -> list[bool]:
+        """Whether each row is one: nothing negative, no NaN, a sum of 1. [N, V]"""
+        least, total = self.xp.min(probs, axis=-1), self.xp.sum(probs, axis=-1)
+        good: list[bool] = ((least >= 0) & (self.xp.abs(total - 1.0) < 1e-3)).tolist()
+        return good
+
     def adopt(self, drafts: Drafts) -> Drafts:
         """Drafts of another array library or device as this one's. Converted once a round; a no-op when alike."""
         if is_torch_array(drafts.tokens) and is_numpy_namespace(self.xp):
             drafts.tokens = drafts.tokens.cpu()
-            drafts.probs = None if drafts.probs is None else drafts.probs.cpu()
+            drafts.probs = None if drafts.probs is None else drafts.probs.detach().cpu()
         drafts.tokens = self.integers(drafts.tokens)
         if drafts.probs is not None:
             drafts.probs = self.xp.asarray(drafts.probs, dtype=self.xp.float32, device=self.device)

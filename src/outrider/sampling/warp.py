@@ -84,14 +84,14 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
         # greedy rows are left alone; a denormal would become 0 in float32, and 0 / 0 is no number
         controls.temperature = column([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
     if ranked := rows_where(lambda p: p.temperature and (p.top_k is not None or p.top_p < 1.0)):
-        # top_p 2 is "off": rounding may carry a cumulative mass just past 1
-        top_p = [params[row].top_p if params[row].top_p < 1.0 else 2.0 for row in ranked]
+        # top_p 2 is "off": rounding may carry a cumulative mass just past 1; and 0 would keep nobody
+        top_p = [max(params[row].top_p, 1e-30) if params[row].top_p < 1.0 else 2.0 for row in ranked]
         controls.ranked = (index(ranked), column([params[row].top_k or math.inf for row in ranked]), column(top_p))
     if rows_where(lambda p: p.temperature and p.min_p > 0.0):
         floor = [math.log(p.min_p) if p.temperature and p.min_p > 0.0 else -math.inf for p in params]
         controls.min_p = column(floor)
     if typical := rows_where(lambda p: p.temperature and p.typical_p < 1.0):
-        controls.typical = (index(typical), column([params[row].typical_p for row in typical]))
+        controls.typical = (index(typical), column([max(params[row].typical_p, 1e-30) for row in typical]))
     return controls
 
 

@@ -20,13 +20,13 @@ def propose(drafter: Drafter, target: Backend, plan: Plan) -> Drafts:
         with _blaming(DraftError, f"the {drafter.name} draft failed"):
             drafts = drafter.propose(plan.deciding, plan.widths)
             _check_shapes(drafter, target.info, plan, drafts)
+            drafts = target.ops.adopt(drafts)
+            _check_values(drafter, target, drafts)
+            return drafts
     except DraftError as error:
         failed = _no_drafts(target, plan)
         failed.faults = {index: error.copy() for index, width in enumerate(plan.widths) if width}
         return failed
-    drafts = target.ops.adopt(drafts)
-    _check_tokens(drafter, target, drafts)
-    return drafts
 
 
 def _no_drafts(target: Backend, plan: Plan) -> Drafts:
@@ -35,19 +35,18 @@ def _no_drafts(target: Backend, plan: Plan) -> Drafts:
 
 def score(target: Backend, plan: Plan, drafts: Drafts) -> Scores:
     """ONE target pass for prompt chunks, pending tokens and drafts alike."""
-    spans = _spans(target, plan, drafts)
+    spans, info = _spans(target, plan, drafts), target.info
     with _blaming(BackendError, "the target failed while scoring"):
         scores = target.score(spans)
-    scores.counts = [rows for rows in spans.rows if rows]
-    scores.num_fed = sum(spans.counts)
-    info = target.info
-    expected = (sum(spans.rows), info.num_columns)
-    if tuple(scores.logits.shape) != expected:
-        raise BackendError(
-            f"the target returned rows of shape {tuple(scores.logits.shape)}, wanted {expected}", param="logits"
-        )
-    if info.num_columns != info.vocab_size:
-        scores.logits = scores.logits[:, : info.vocab_size]  # padding columns stand for no token
+        if not isinstance(scores, Scores):
+            raise BackendError(f"score() must return Scores, got {type(scores).__name__}")
+        scores.counts = [rows for rows in spans.rows if rows]
+        scores.num_fed = sum(spans.counts)
+        expected, shape = (sum(spans.rows), info.num_columns), tuple(scores.logits.shape)
+        if shape != expected:
+            raise BackendError(f"the target returned rows of shape {shape}, wanted {expected}", param="logits")
+        if info.num_columns != info.vocab_size:
+            scores.logits = scores.logits[:, : info.vocab_size]  # padding columns stand for no token
     return scores
 
 
@@ -68,10 +67,21 @@ def emitted(drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[list[int
     following = verdicts.next.tolist()
     if not any(drafts.counts):
         return [[token] for token in following]
-    tokens, accepted, out, start = drafts.tokens.tolist(), verdicts.accepted.tolist(), [], 0
-    for drafted, rows, kept, token in zip(drafts.counts, scores.counts, accepted, following, strict=True):
-        out.append([*tokens[start : start + kept], token][:rows])
-        start += drafted
+    accepted = verdicts.accepted.tolist()
+    return [
+        [*drafted[:kept], token][:rows]
+        for drafted, rows, kept, token in zip(proposals(drafts), scores.counts, accepted, following, strict=True)
+    ]
+
+
+def proposals(drafts: Drafts) -> Sequence[list[int]]:
+    """The drafted tokens per job, on the host."""
+    if not any(drafts.counts):
+        return [[]] * len(drafts.counts)
+    tokens, out, start = drafts.tokens.tolist(), [], 0
+    for count in drafts.counts:
+        out.append(tokens[start : start + count])
+        start += count
     return out
 
 
@@ -84,7 +94,10 @@ def keep(target: Backend, jobs: Sequence[Job]) -> None:
 def observe(drafter: Drafter, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
     """The drafter sees what came of its proposals. Returns the passes that took."""
     with _blaming(DraftError, f"the {drafter.name} draft failed"):
-        return drafter.observe(plan, scores, verdicts)
+        steps = drafter.observe(plan, scores, verdicts)
+        if not isinstance(steps, int):
+            raise DraftError(f"observe() must return the number of passes it made, got {steps!r}; return 0 for none")
+        return steps
 
 
 class _blaming:  # noqa: N801
@@ -105,33 +118,41 @@ class _blaming:  # noqa: N801
 
 
 def _check_shapes(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts) -> None:
-    """Drafts come from plug-ins too: shapes must fit what was asked for."""
-    if len(drafts.counts) != len(plan.widths) or any(
-        count > width for count, width in zip(drafts.counts, plan.widths, strict=True)
-    ):
-        raise DraftError(f"the {drafter.name} draft proposed {drafts.counts} tokens where {plan.widths} were allowed")
-    total, name = sum(drafts.counts), drafter.name
-    if tuple(drafts.tokens.shape) != (total,):
-        raise DraftError(f"the {name} draft gave tokens of shape {tuple(drafts.tokens.shape)} for {total} drafts")
-    wanted = (total, info.vocab_size)
-    if drafts.probs is not None and tuple(drafts.probs.shape) != wanted:
+    """Drafts come from plug-ins too: they must fit what was asked for."""
+    name, widths, counts = drafter.name, plan.widths, drafts.counts
+    if len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
+        raise DraftError(f"the {name} draft proposed {counts} tokens where {widths} were allowed")
+    total, shape = sum(counts), tuple(drafts.tokens.shape)
+    if shape != (total,) or "int" not in str(drafts.tokens.dtype):
         raise DraftError(
-            f"the {name} draft gave rows of shape {tuple(drafts.probs.shape)}, wanted {wanted}", param="probs"
+            f"the {name} draft gave {drafts.tokens.dtype} tokens of shape {shape} for {total} whole numbers"
         )
+    if drafts.probs is not None and tuple(drafts.probs.shape) != (total, info.vocab_size):
+        given, wanted = tuple(drafts.probs.shape), (total, info.vocab_size)
+        raise DraftError(f"the {name} draft gave rows of shape {given}, wanted {wanted}", param="probs")
+    if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
+        raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
 
 
-def _check_tokens(drafter: Drafter, target: Backend, drafts: Drafts) -> None:
-    """A job whose proposal is not made of tokens fails alone; zeros stand in until it is dropped."""
-    size, tokens = target.info.vocab_size, drafts.tokens.tolist()
-    if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+def _check_values(drafter: Drafter, target: Backend, drafts: Drafts) -> None:
+    """Tokens must be in the vocabulary and rows be distributions, or the law would break without a word.
+
+    A job whose proposal is wrong fails alone; zeros stand in for what is no token until it is dropped.
+    """
+    if not any(drafts.counts):
         return
-    start = 0
+    size, tokens, start = target.info.vocab_size, drafts.tokens.tolist(), 0
+    sound = [True] * len(tokens) if drafts.probs is None else target.ops.are_distributions(drafts.probs)
+    if all(sound) and min(tokens) >= 0 and max(tokens) < size:
+        return
     for index, count in enumerate(drafts.counts):
         wrong = [token for token in tokens[start : start + count] if not 0 <= token < size]
         if wrong:
-            drafts.faults[index] = DraftError(
-                f"the {drafter.name} draft proposed token {wrong[0]}; ids run from 0 to {size - 1}", param="draft"
-            )
+            message = f"the {drafter.name} draft proposed token {wrong[0]}; ids run from 0 to {size - 1}"
+            drafts.faults[index] = DraftError(message, param="draft")
+        elif not all(sound[start : start + count]):
+            message = f"the {drafter.name} draft gave rows that are no distributions; they must be >= 0 and sum to 1"
+            drafts.faults[index] = DraftError(message, param="probs")
         start += count
     drafts.tokens = target.ops.integers([token if 0 <= token < size else 0 for token in tokens])
 
@@ -139,7 +160,6 @@ def _check_tokens(drafter: Drafter, target: Backend, drafts: Drafts) -> None:
 def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     """What the target is fed. A target that cannot rewind is not fed the draft: its last known row judges it."""
     info = target.info
-    proposals = _proposals(drafts)
     fed: list[int] = []
     slots: list[Slot] = []
     starts: list[int] = []
@@ -151,7 +171,7 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         starts.append(job.cached)
         counts.append(chunk)
         rows.append(0)
-    for job, proposal in zip(plan.deciding, proposals, strict=True):
+    for job, proposal in zip(plan.deciding, proposals(drafts), strict=True):
         ahead = proposal if info.max_rewind != 0 else []
         fed += job.tokens[job.cached :]
         fed += ahead
@@ -165,14 +185,3 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
 def _slot(job: Job) -> Slot:
     assert job.slot is not None, f"job {job.id} takes part in a pass without a slot"
     return job.slot
-
-
-def _proposals(drafts: Drafts) -> Sequence[list[int]]:
-    """The drafted tokens per job."""
-    if not any(drafts.counts):
-        return [[]] * len(drafts.counts)
-    tokens, out, start = drafts.tokens.tolist(), [], 0
-    for count in drafts.counts:
-        out.append(tokens[start : start + count])
-        start += count
-    return out
