@@ -221,7 +221,7 @@ def test_a_row_is_shaped_the_same_alone_and_among_others(library: str, shape_by:
     jobs = [job(50_000, seed=b, **shape_by) for b in range(8)]
 
     def shaped(rows: slice) -> Any:
-        controls = build_controls(ops.xp, None, jobs[rows])
+        controls = build_controls(ops.xp, None, jobs[rows], [1] * len(jobs[rows]))
         return np.asarray(shape(ops.xp, logits[rows], controls, lambda row: (jobs[row], [])).logits)
 
     together = shaped(slice(0, 8))

@@ -269,6 +269,16 @@ class Drafts:
     steps: int = 0
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)
     faults: dict[int, OutriderError] = field(default_factory=dict)
+    _proposals: list[list[int]] | None = None
+
+    def proposals(self) -> list[list[int]]:
+        """The drafted tokens per job, on the host. Brought there once: the tokens must be final."""
+        if self._proposals is None:
+            tokens, self._proposals, start = self.tokens.tolist(), [], 0
+            for count in self.counts:
+                self._proposals.append(tokens[start : start + count])
+                start += count
+        return self._proposals
 
 
 @dataclass(slots=True)

@@ -116,10 +116,11 @@ class ModelDrafter:
             self.forget(job)  # it cannot come back: others may use its place
             drafts.fallbacks.append((job, f"the answer is past the draft's context of {info.context} tokens"))
             return 0
-        if self._seat(job) is None:
+        seat = self._seat(job)
+        if seat is None:
             drafts.fallbacks.append((job, "the draft has no room for another sequence"))
             return 0
-        if self.lag(job) > 0:  # it got its seat only now, with the answer under way
+        if len(job.tokens) - seat.length > self.chunk:  # it got its seat only now, with the answer under way
             drafts.fallbacks.append((job, "the draft is still reading the prompt"))
             return 0
         if room < width:

@@ -20,7 +20,7 @@ from outrider.engine.commit import take
 from outrider.errors import BackendError, DraftError, OutriderError
 from outrider.metrics import PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
-from outrider.spec.round import emitted, judge, keep, observe, proposals, propose, score
+from outrider.spec.round import emitted, judge, keep, observe, propose, score
 from outrider.spec.width import FixedWidth, Width
 from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Verdicts
 
@@ -198,7 +198,7 @@ class Loop:
         accepted = verdicts.accepted.tolist()
         emissions = []
         for index, (job, drafted, tokens) in enumerate(
-            zip(plan.deciding, proposals(drafts), emitted(drafts, scores, verdicts), strict=True)
+            zip(plan.deciding, drafts.proposals(), emitted(drafts, scores, verdicts), strict=True)
         ):
             event = Event(job.request_id, tokens, "", drafted, accepted[index])
             if index in verdicts.faults:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.warp import softmax
 from outrider.types import Array
@@ -41,27 +43,28 @@ class Ruling(NamedTuple):
 
 
 def build_layout(xp: Any, device: Any, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
-    """From the number of drafts and of rows of each job."""
+    """From the number of drafts and of rows of each job. Computed on the host, where both are known."""
+    num_drafts, num_rows = np.asarray(drafted, dtype=np.int64), np.asarray(rows, dtype=np.int64)
+    first = np.cumsum(num_rows) - num_rows
+    owner = np.repeat(np.arange(len(num_rows)), num_rows)
+    depth = np.arange(len(owner)) - first[owner]
+    places = np.arange(max(drafted, default=0) + 1)
+    inside = places < num_drafts[:, None]
+    start = np.cumsum(num_drafts) - num_drafts
 
-    def array(values: Any, dtype: Any) -> Array:
-        return xp.asarray(values, dtype=dtype, device=device)
+    def array(values: Any) -> Array:
+        return xp.asarray(values, device=device)
 
-    first, start, row, draft = [], [], 0, 0
-    for count, num_rows in zip(drafted, rows, strict=True):
-        first.append(row)
-        start.append(draft)
-        row, draft = row + num_rows, draft + count
-    columns = range(max(drafted, default=0) + 1)
     return Layout(
-        owner=array([job for job, num_rows in enumerate(rows) for _ in range(num_rows)], xp.int64),
-        depth=array([depth for num_rows in rows for depth in range(num_rows)], xp.int32),
-        first=array(first, xp.int64),
-        last=array([f + n - 1 for f, n in zip(first, rows, strict=True)], xp.int64),
-        drafted=array(list(drafted), xp.int64),
-        judge=array([f + i for f, n in zip(first, drafted, strict=True) for i in range(n)], xp.int64),
-        grid=array([[s + i if i < n else 0 for i in columns] for s, n in zip(start, drafted, strict=True)], xp.int64),
-        inside=array([[i < n for i in columns] for n in drafted], xp.bool),
-        num_drafts=draft,
+        owner=array(owner),
+        depth=array(depth.astype(np.int32)),
+        first=array(first),
+        last=array(first + num_rows - 1),
+        drafted=array(num_drafts),
+        judge=array(np.flatnonzero(depth < num_drafts[owner])),
+        grid=array(np.where(inside, start[:, None] + places, 0)),
+        inside=array(inside),
+        num_drafts=int(num_drafts.sum()),
     )
 
 

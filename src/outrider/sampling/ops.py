@@ -140,10 +140,8 @@ class SamplingOps:
 
         def history(row: int) -> tuple[Job, list[int]]:
             if not rows:
-                tokens, start = drafts.tokens.tolist(), 0
-                for job, drafted, num_rows in zip(jobs, drafts.counts, scores.counts, strict=True):
-                    rows.extend((job, tokens[start : start + depth]) for depth in range(num_rows))
-                    start += drafted
+                for job, drafted, num_rows in zip(jobs, drafts.proposals(), scores.counts, strict=True):
+                    rows.extend((job, drafted[:depth]) for depth in range(num_rows))
             return rows[row]
 
         return history
@@ -163,13 +161,7 @@ class SamplingOps:
 
     def _controls_of(self, jobs: Sequence[Job], rows: Sequence[int]) -> Controls:
         key = (tuple([job.id for job in jobs]), tuple(rows))
-        return _remember(
-            self._controls,
-            key,
-            lambda: build_controls(
-                self.xp, self.device, [job for job, n in zip(jobs, rows, strict=True) for _ in range(n)]
-            ),
-        )
+        return _remember(self._controls, key, lambda: build_controls(self.xp, self.device, jobs, rows))
 
     def _int32(self, values: Sequence[int]) -> Array:
         return self.xp.asarray(values, dtype=self.xp.int32, device=self.device)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from outrider.errors import BackendError, OutriderError, RequestError
 from outrider.sampling.noise import Stream
 from outrider.types import Array, Job, SamplingParams
@@ -27,8 +29,8 @@ class Controls:
     words: Array  # [2, R] int32: the seed
     sampled: Array | None  # [R, 1] 1.0 where noise is added, 0.0 where greedy; None: no row is greedy
     all_greedy: bool
-    weighed: list[bool]  # rows whose draft probabilities the judge will ask for: `rejection`, not greedy
-    draft_stream: Array  # [R] int32: the noise a draft token is drawn with
+    weighed: list[bool]  # jobs whose draft probabilities the judge will ask for: `rejection`, not greedy
+    draft_stream: Array  # [B] int32: the noise a job's draft token is drawn with
     processed: list[int]  # rows with logits processors
     penalised: list[int]  # rows with penalties
     bias: tuple[Array, Array, Array] | None = None  # rows, ids, values: [M] each
@@ -42,56 +44,60 @@ class Controls:
         return bool(self.processed or self.penalised or self.bias)
 
 
-def build_controls(xp: Any, device: Any, jobs: Sequence[Job]) -> Controls:
-    """Controls for one row per entry of `jobs` (a job may stand for several rows)."""
+def build_controls(xp: Any, device: Any, jobs: Sequence[Job], counts: Sequence[int]) -> Controls:
+    """Controls for `counts[b]` rows of each job b. Computed per job, then repeated: a changing batch is built anew."""
+    params = [job.params for job in jobs]
+    distinct = list({id(p): p for p in params}.values())
+    owner = np.repeat(np.arange(len(jobs)), counts)  # [R] the job of each row
 
     def column(values: Sequence[float]) -> Array:
-        return xp.asarray(values, dtype=xp.float32, device=device)[:, None]
+        return xp.asarray(np.asarray(values, dtype=np.float32)[:, None], device=device)
+
+    def per_row(values: Sequence[float]) -> Array:
+        return xp.asarray(np.asarray(values, dtype=np.float32)[owner, None], device=device)
 
     def index(values: Sequence[int]) -> Array:
         return xp.asarray(values, dtype=xp.int64, device=device)
 
     def rows_where(test: Callable[[SamplingParams], object]) -> list[int]:
-        # Asked of each distinct setting first: most batches use few controls, and a changing batch is built anew.
-        if not any(map(test, distinct)):
+        if not any(map(test, distinct)):  # asked of each distinct setting first: most batches use few controls
             return []
-        return [row for row, p in enumerate(params) if test(p)]
+        rows: list[int] = np.flatnonzero(np.asarray([bool(test(p)) for p in params])[owner]).tolist()
+        return rows
 
-    params = [job.params for job in jobs]
-    distinct = list({id(p): p for p in params}.values())
+    def params_of(row: int) -> SamplingParams:
+        return params[int(owner[row])]
+
     greedy = rows_where(lambda p: p.temperature == 0.0)
-    if greedy:  # they take the argmax before temperature and filters, so those see neutral values
-        sampled = column([0.0 if p.temperature == 0.0 else 1.0 for p in params])
-    ruled = rows_where(lambda p: p.logit_bias or p.banned)
     weighed = [job.rule == "rejection" and p.temperature > 0.0 for job, p in zip(jobs, params, strict=True)]
-    stream = [int(Stream.DRAFT if w else Stream.TARGET) for w in weighed]
+    stream = np.asarray([Stream.DRAFT if w else Stream.TARGET for w in weighed], dtype=np.int32)
+    words = np.asarray([[job.words[0] for job in jobs], [job.words[1] for job in jobs]], dtype=np.int32)
     controls = Controls(
-        words=xp.asarray(
-            [[job.words[0] for job in jobs], [job.words[1] for job in jobs]], dtype=xp.int32, device=device
-        ),
-        sampled=sampled if greedy else None,
-        all_greedy=len(greedy) == len(jobs),
+        words=xp.asarray(words[:, owner], device=device),
+        # greedy rows take the argmax before temperature and filters, so those see neutral values
+        sampled=per_row([0.0 if p.temperature == 0.0 else 1.0 for p in params]) if greedy else None,
+        all_greedy=len(greedy) == len(owner),
         weighed=weighed,
-        draft_stream=xp.asarray(stream, dtype=xp.int32, device=device),
+        draft_stream=xp.asarray(stream, device=device),
         processed=rows_where(lambda p: p.processors),
         penalised=rows_where(lambda p: p.penalised),
     )
-    if ruled:
-        bias = [(row, token, value) for row in ruled for token, value in _biases(params[row])]
+    if ruled := rows_where(lambda p: p.logit_bias or p.banned):
+        bias = [(row, token, value) for row in ruled for token, value in _biases(params_of(row))]
         rows, ids, values = zip(*bias, strict=True)
         controls.bias = (index(rows), index(ids), xp.asarray(values, dtype=xp.float32, device=device))
     if rows_where(lambda p: p.temperature not in (0.0, 1.0)):
-        # greedy rows are left alone; a denormal would become 0 in float32, and 0 / 0 is no number
-        controls.temperature = column([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
+        # a denormal would become 0 in float32, and 0 / 0 is no number
+        controls.temperature = per_row([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
     if ranked := rows_where(lambda p: p.temperature and (p.top_k is not None or p.top_p < 1.0)):
         # top_p 2 is "off": rounding may carry a cumulative mass just past 1; and 0 would keep nobody
-        top_p = [max(params[row].top_p, 1e-30) if params[row].top_p < 1.0 else 2.0 for row in ranked]
-        controls.ranked = (index(ranked), column([params[row].top_k or math.inf for row in ranked]), column(top_p))
+        top_p = [max(params_of(row).top_p, 1e-30) if params_of(row).top_p < 1.0 else 2.0 for row in ranked]
+        controls.ranked = (index(ranked), column([params_of(row).top_k or math.inf for row in ranked]), column(top_p))
     if rows_where(lambda p: p.temperature and p.min_p > 0.0):
         floor = [math.log(p.min_p) if p.temperature and p.min_p > 0.0 else -math.inf for p in params]
-        controls.min_p = column(floor)
+        controls.min_p = per_row(floor)
     if typical := rows_where(lambda p: p.temperature and p.typical_p < 1.0):
-        controls.typical = (index(typical), column([max(params[row].typical_p, 1e-30) for row in typical]))
+        controls.typical = (index(typical), column([max(params_of(row).typical_p, 1e-30) for row in typical]))
     return controls
 
 

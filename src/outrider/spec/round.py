@@ -70,19 +70,8 @@ def emitted(drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[list[int
     accepted = verdicts.accepted.tolist()
     return [
         [*drafted[:kept], token][:rows]
-        for drafted, rows, kept, token in zip(proposals(drafts), scores.counts, accepted, following, strict=True)
+        for drafted, rows, kept, token in zip(drafts.proposals(), scores.counts, accepted, following, strict=True)
     ]
-
-
-def proposals(drafts: Drafts) -> Sequence[list[int]]:
-    """The drafted tokens per job, on the host."""
-    if not any(drafts.counts):
-        return [[]] * len(drafts.counts)
-    tokens, out, start = drafts.tokens.tolist(), [], 0
-    for count in drafts.counts:
-        out.append(tokens[start : start + count])
-        start += count
-    return out
 
 
 def keep(target: Backend, jobs: Sequence[Job]) -> None:
@@ -171,7 +160,7 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         starts.append(job.cached)
         counts.append(chunk)
         rows.append(0)
-    for job, proposal in zip(plan.deciding, proposals(drafts), strict=True):
+    for job, proposal in zip(plan.deciding, drafts.proposals(), strict=True):
         ahead = proposal if info.max_rewind != 0 else []
         fed += job.tokens[job.cached :]
         fed += ahead
