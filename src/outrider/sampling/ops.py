@@ -1,6 +1,6 @@
 """Sampling for one array library and device: the two calls the engine makes of it, `draft` and `judge`.
 
-This is the array-API reference. A backend may bring a fused twin with the same two methods; the tests run on both.
+This is the array-API reference, for numpy and torch. A backend may bring a fused twin of these two methods.
 """
 
 from __future__ import annotations

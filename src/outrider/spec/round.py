@@ -1,5 +1,6 @@
-"""The verbs of a round: draft, score, judge, and what follows from the verdict. Faults of a plug-in become typed errors
-here and nowhere else. The loop puts them in order.
+"""The verbs of a round: draft, score, judge, and what follows from the verdict. The loop puts them in order.
+
+What plug-ins hand over is checked here, and what they raise becomes a typed error.
 """
 
 from __future__ import annotations
