@@ -11,7 +11,7 @@ from outrider.clock import VirtualClock
 from outrider.config import MockConfig
 from outrider.draft.lookup import NgramDrafter, ScriptedDrafter
 from outrider.engine.engine import Engine
-from outrider.metrics import PassCosts, Statistics, Tempo
+from outrider.metrics import PassCosts, PassTimes, Statistics, Tempo
 from outrider.types import Plan, Request, SamplingParams
 
 
@@ -206,3 +206,9 @@ def test_advice_prefers_the_estimate_when_few_rounds_can_be_compared() -> None:
     counts.tempo.add(8, True, 95, 1.0)
     assert counts.tempo.coverage() == 0.05
     assert counts.measured_speedup == 0.5
+    assert counts.advice is not None and "measured 0.50x" in counts.advice  # nothing better is known
+    counts.costs.add(1, 1.0)
+    counts.costs.add(5, 2.0)
+    counts.add_round(4, 4, 5)
+    counts.wide.add_pass(PassTimes(0.0, 2.0, 0.0, 4, 5, True), batch=1)
+    assert counts.estimated_speedup == 2.5 and counts.advice is None

@@ -69,9 +69,8 @@ class PassCosts:
 class Tempo:
     """Tokens and seconds of plain and of speculative rounds, apart by batch size, so that like meets like."""
 
-    by_batch: dict[int, list[float]] = field(
-        default_factory=dict
-    )  # batch -> [tokens, s, tokens, s]: plain, speculative
+    # batch size -> [plain tokens, plain seconds, speculative tokens, speculative seconds]
+    by_batch: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, batch: int, speculative: bool, tokens: int, seconds: float) -> None:
         cell = self.by_batch.get(batch)

@@ -148,8 +148,14 @@ class Request:
             raise RequestError(f"request_id takes text, got {self.request_id!r}", param="request_id")
 
     @classmethod
-    def of(cls, prompt: Prompt | Request, settings: Mapping[str, Any]) -> Request:
-        """A request from a prompt and flat settings (`max_tokens=..., temperature=...`); unknown names are refused."""
+    def of(
+        cls, prompt: Prompt | Request, settings: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> Request:
+        """A request from a prompt and flat settings (`max_tokens=..., temperature=...`); unknown names are refused.
+
+        None is "not given"; `defaults` fill in what was not, unless `sampling` comes as a whole.
+        """
+        settings = {name: value for name, value in settings.items() if value is not None}
         if isinstance(prompt, Request):
             if settings:
                 raise RequestError(
@@ -157,7 +163,8 @@ class Request:
                     param=sorted(settings)[0],
                 )
             return prompt
-        settings = {name: value for name, value in settings.items() if value is not None}  # None is "not given"
+        if "sampling" not in settings:
+            settings = {**(defaults or {}), **settings}
         own = {f.name for f in fields(cls)} - {"prompt"}
         sampling = {f.name for f in fields(SamplingParams)}
         for name in settings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.backends.base import Backend, Spans
 from outrider.errors import DraftError, RequestError
@@ -23,6 +24,14 @@ class Seat:
     slot: Slot
     length: int = 0
     ahead: list[int] = field(default_factory=list)
+
+
+class Step(NamedTuple):
+    """One draft pass: the jobs (by index) that drew a token, the tokens, and the rows drawn from (None: one-hot)."""
+
+    owners: list[int]
+    tokens: Array
+    probs: Array | None
 
 
 class ModelDrafter:
@@ -48,19 +57,12 @@ class ModelDrafter:
         drafts = Drafts(counts=[], tokens=None)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         drafted: list[list[int]] = [[] for _ in jobs]
-        rows: list[Array | None] = []  # per step, the rows drawn from
-        chosen: list[Array] = []
-        owners: list[list[int]] = []  # per step, the jobs drafting
-        for step in range(max(rooms)):
-            owners.append(
-                [b for b, room in enumerate(rooms) if room > step and b not in drafts.faults and not jobs[b].cancelled]
-            )
-            if not owners[-1]:
-                break
-            active = owners[-1]
-            logits = self._read([jobs[b] for b in active], [drafted[b] for b in active])
-            drawn = self.backend.ops.draft([jobs[b] for b in active], [drafted[b] for b in active], logits)
-            drafts.steps += 1
+        steps: list[Step] = []
+        while active := [
+            b for b, room in enumerate(rooms) if room > len(steps) and b not in drafts.faults and not jobs[b].cancelled
+        ]:
+            drafting, so_far = [jobs[b] for b in active], [drafted[b] for b in active]
+            drawn = self.backend.ops.draft(drafting, so_far, self._read(drafting, so_far))
             for index, fault in drawn.faults.items():
                 if isinstance(fault, RequestError):  # what the request did to this row: the target's rows will tell
                     rooms[active[index]] = 0
@@ -68,20 +70,20 @@ class ModelDrafter:
                     drafts.faults[active[index]] = DraftError(f"the draft failed: {fault.message}", param=fault.param)
             for b, token in zip(active, drawn.tokens.tolist(), strict=True):
                 drafted[b].append(token)
-            rows.append(drawn.probs)
-            chosen.append(drawn.tokens)
-        ops = self.backend.ops
+            steps.append(Step(active, drawn.tokens, drawn.probs))
+        drafts.steps = len(steps)
         drafts.counts = [len(tokens) for tokens in drafted]
-        drafts.tokens = ops.integers([token for tokens in drafted for token in tokens])
-        if any(probs is not None for probs in rows):
-            vocab = self.backend.info.vocab_size
-            stacked = ops.xp.concat(
-                [ops.one_hot(at, vocab) if probs is None else probs for probs, at in zip(rows, chosen, strict=True)]
-            )
-            # rows came step after step; drafts go job after job
-            order = [(b, step) for step, active in enumerate(owners[: len(rows)]) for b in active]
-            drafts.probs = stacked[ops.integers(sorted(range(len(order)), key=order.__getitem__)), ...]
+        drafts.tokens = self.backend.ops.integers([token for tokens in drafted for token in tokens])
+        if any(step.probs is not None for step in steps):
+            drafts.probs = self._rows(steps)
         return drafts
+
+    def _rows(self, steps: Sequence[Step]) -> Array:
+        """The rows of all drafts, job after job; they came step after step. [N, V]"""
+        ops, vocab_size = self.backend.ops, self.backend.info.vocab_size
+        rows = [ops.one_hot(step.tokens, vocab_size) if step.probs is None else step.probs for step in steps]
+        came = [(b, place) for place, step in enumerate(steps) for b in step.owners]
+        return ops.xp.concat(rows)[ops.integers(sorted(range(len(came)), key=came.__getitem__)), ...]
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         behind = []

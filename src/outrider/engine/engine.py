@@ -147,20 +147,17 @@ class Engine:
         """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
         job = self._submit([prompt], settings, streaming=True)[0]
-        assert job.outbox is not None
         job.wake = functools.partial(_wake_reader, job, event_loop, ready)
         try:
             self._drive_in_background(job)
             while True:
                 ready.clear()
-                is_done = job.done  # asked first: what is done has its last event in the outbox
-                while job.outbox:
-                    yield job.outbox.popleft()
-                if is_done:
-                    if job.error is not None:
-                        raise job.error
+                event, is_over = _poll(job)
+                if event is not None:
+                    yield event
+                elif is_over:
                     return
-                if not job.done:
+                else:
                     await ready.wait()
         finally:
             self.interrupt(job)
@@ -202,15 +199,10 @@ class Engine:
 
     def next_event(self, job: Job) -> Event | None:
         """The next event of a streaming job, driving the loop as long as nobody else does; None after the last."""
-        assert job.outbox is not None, f"job {job.id} is not streaming"
         while True:
-            is_done = job.done  # asked first: what is done has its last event in the outbox
-            if job.outbox:
-                return job.outbox.popleft()
-            if is_done:
-                if job.error is not None:
-                    raise job.error
-                return None
+            event, is_over = _poll(job)
+            if event is not None or is_over:
+                return event
             self._step_for(job)
 
     def _step_for(self, job: Job) -> None:
@@ -257,10 +249,7 @@ class Engine:
 
     def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any], names: set[str]) -> Job:
         """A job under a name of its own, which is added to `names`."""
-        settings = {key: value for key, value in settings.items() if value is not None}  # None is "not given"
-        if not isinstance(prompt, Request) and "sampling" not in settings:
-            settings = {**self._defaults, **settings}
-        request = Request.of(prompt, settings)
+        request = Request.of(prompt, settings, self._defaults)
         name = request.request_id
         if name is not None and self._is_taken(name, names):
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
@@ -306,6 +295,17 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _poll(job: Job) -> tuple[Event | None, bool]:
+    """The event that can be read now, if any, and whether none will follow. Raises the job's error after its events."""
+    assert job.outbox is not None, f"job {job.id} is not streaming"
+    is_over = job.done  # asked first: what is done has its last event in the outbox
+    if job.outbox:
+        return job.outbox.popleft(), False
+    if is_over and job.error is not None:
+        raise job.error
+    return None, is_over
 
 
 def _called_back() -> RequestError:

@@ -19,7 +19,7 @@ class Preset:
 
 
 PRESETS = {
-    # A mock that repeats itself now and then, with a draft that agrees with it about two times in three.
+    # A small vocabulary, and a draft that agrees with the target often enough to see every kind of round.
     "mock": Preset(
         target=MockConfig(vocab_size=32, seed=7, sharpness=2.0),
         draft=MockConfig(vocab_size=32, seed=7, sharpness=2.0, drift=0.5),

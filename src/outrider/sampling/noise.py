@@ -2,7 +2,7 @@
 
 Nothing is ever advanced, so noise does not depend on batch mates, chunking, width or who asks first. The integers
 are the same 32 bits in numpy and torch, on every device: only int32 `*`, `^`, `>>` and `&` are used.
-A Philox-10 row of 49,152 costs 7.3 ms in numpy on a small CPU; this costs 0.2 ms.
+The mix is short on purpose: a row of 49,152 takes 0.2 ms in numpy on a small CPU (`outrider bench`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import Any
 
 from outrider.types import Array
 
+PRUNED = 1024  # from this vocabulary on, tokens that cannot win a draw are left out before logarithms are taken
+MARGIN = 4.0  # how far below the favourite a token contends anyway; any value draws the same token
 _MASK64 = (1 << 64) - 1
-
-
-PRUNED = 1024  # from this vocabulary on, looking for contenders is cheaper than logarithms for all
-MARGIN = 4.0
 
 
 class Stream(IntEnum):
