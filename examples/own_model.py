@@ -6,10 +6,12 @@ instead of token lists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from outrider import Engine
-from outrider.backends.base import ModelInfo, Spans, State
+from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Scores, Slot
 
@@ -25,7 +27,7 @@ class Bigram:
         self.slots: dict[Slot, list[int]] = {}
         self.opened = 0
 
-    def open(self) -> Slot:
+    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot:
         slot = Slot(self.opened)
         self.opened += 1
         self.slots[slot] = []
@@ -34,7 +36,7 @@ class Bigram:
     def length(self, slot: Slot) -> int:
         return len(self.slots[slot])
 
-    def score(self, spans: Spans) -> Scores:
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         """One pass: append each slot's tokens, return the rows of the last ones wanted."""
         tokens, rows, at = spans.tokens.tolist(), [], 0
         for slot, count, wanted in zip(spans.slots, spans.counts, spans.rows, strict=True):
@@ -43,9 +45,12 @@ class Bigram:
             rows += self.slots[slot][len(self.slots[slot]) - wanted :]
         return Scores(spans.rows, self.table[rows])
 
-    def keep(self, slots: list[Slot], lengths: list[int]) -> None:
+    def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
         for slot, length in zip(slots, lengths, strict=True):
             self.rewind(slot, length)
+
+    def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """Nothing is shared between sequences."""
 
     def rewind(self, slot: Slot, length: int) -> None:
         del self.slots[slot][length:]

@@ -556,10 +556,10 @@ def test_a_model_that_fails_to_open_fails_one_request_only(side: str) -> None:
     class Full(MockBackend):
         broken = True
 
-        def open(self) -> Any:
+        def open(self, *arguments: Any) -> Any:
             if self.broken:
                 raise MemoryError("no pages")
-            return super().open()
+            return super().open(*arguments)
 
     models = {"target": MockBackend(CONFIG), "draft": MockBackend(DRAFT), side: Full(CONFIG)}
     engine = Engine.load(models["target"], draft=models["draft"])

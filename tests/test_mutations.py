@@ -101,7 +101,7 @@ def keep_the_refused(patch: Patch) -> None:
     rewind, feed, length = MockBackend.rewind, MockBackend._feed, MockBackend.length
     stale: set[tuple[MockBackend, Slot]] = set()
 
-    def keep(self: MockBackend, slots: Sequence[Slot], lengths: Sequence[int]) -> None:
+    def keep(self: MockBackend, slots: Sequence[Slot], lengths: Sequence[int], paths: object = None) -> None:
         for slot, kept in zip(slots, lengths, strict=True):
             if len(self._tokens[slot]) > kept:
                 rewind(self, slot, kept + 1)

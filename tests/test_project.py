@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "outrider"
 # A module imports only lower ranks or its own package; spec and sched share a rank and stay strangers.
 RANK = {
     **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "clock"), 0),
-    **dict.fromkeys(("tokenizer", "sampling"), 1),
+    **dict.fromkeys(("tokenizer", "sampling", "kv", "models"), 1),
     "backends": 2,
     "draft": 3,
     **dict.fromkeys(("spec", "sched"), 4),

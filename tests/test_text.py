@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import RequestError
-from outrider.tokenizer import PieceTokenizer, TextStream
+from outrider.tokenizer.base import PieceTokenizer, TextStream
 
 BYTES = PieceTokenizer([bytes([value]) for value in range(256)])
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from outrider.checks import check_whole
 from outrider.errors import ConfigError
+
+BACKENDS = ("auto", "torch", "hf", "mock")
 
 
 def require_int(value: object, name: str, least: int) -> None:
@@ -33,6 +36,33 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.width is not None:
             require_int(self.width, "width", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """How a model named by its source is loaded.
+
+    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together (None: four contexts, as far
+    as memory goes). `strict` makes a row's bits independent of what else is in its pass.
+    """
+
+    backend: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    context: int | None = None
+    cache_tokens: int | None = None
+    page_size: int = 16
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", param="backend")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}", param="device")
+        for name, least in (("threads", 1), ("context", 2), ("cache_tokens", 2)):
+            if getattr(self, name) is not None:
+                require_int(getattr(self, name), name, least)
+        require_int(self.page_size, "page_size", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

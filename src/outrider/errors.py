@@ -51,6 +51,24 @@ class VocabularyError(ConfigError):
     code = "vocabulary_mismatch"
 
 
+class ModelSourceError(ConfigError):
+    """There is no such model, or it cannot be fetched."""
+
+    code = "model_not_found"
+
+
+class ModelFileError(ConfigError):
+    """A model file that cannot be used. The message names the file and the reason."""
+
+    code = "bad_model_file"
+
+
+class MissingPackageError(ConfigError):
+    """An optional package is not installed. The message has the pip command that brings it."""
+
+    code = "missing_package"
+
+
 class RequestError(OutriderError):
     """A request the caller can correct."""
 

@@ -105,7 +105,8 @@ class Request:
     """What was asked: a prompt, when to stop, how to sample, how to speculate.
 
     `max_tokens=None` answers until the context ends. `width=None` and `method=None` take the engine's; width 0 or
-    method "none" is plain decoding. `choice` is the index of an answer among several with one seed.
+    method "none" is plain decoding. `choice` is the index of an answer among several with one seed. What is kept of a
+    request to make later ones quicker serves its `tenant` only.
     """
 
     prompt: Prompt
@@ -120,6 +121,7 @@ class Request:
     choice: int = 0
     on_token: OnToken | None = None
     request_id: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Sequence) or isinstance(self.prompt, (bytes, bytearray)):
@@ -146,6 +148,8 @@ class Request:
             raise RequestError(f"on_token takes a plain function, got {self.on_token!r}", param="on_token")
         if self.request_id is not None and not isinstance(self.request_id, str):
             raise RequestError(f"request_id takes text, got {self.request_id!r}", param="request_id")
+        if not isinstance(self.tenant, str):
+            raise RequestError(f"tenant takes text, got {self.tenant!r}", param="tenant")
 
     @classmethod
     def of(
@@ -298,6 +302,7 @@ class Scores:
     counts: list[int]
     logits: Array  # [R, V]
     num_fed: int = 0  # tokens the pass was fed: what its time is held against
+    hidden: dict[int, Array] = field(default_factory=dict)  # layer -> [tokens fed, width], where asked for
 
 
 @dataclass(slots=True)

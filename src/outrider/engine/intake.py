@@ -19,7 +19,7 @@ from outrider.errors import (
     UnknownMethodError,
 )
 from outrider.sampling.noise import seed_words
-from outrider.tokenizer import TextStream, Tokenizer
+from outrider.tokenizer.base import TextStream, Tokenizer
 from outrider.types import Job, Prompt, Request, SamplingParams
 
 

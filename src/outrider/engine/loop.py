@@ -20,7 +20,7 @@ from outrider.engine.commit import take
 from outrider.errors import BackendError, DraftError, OutriderError
 from outrider.metrics import PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
-from outrider.spec.round import emitted, judge, keep, observe, propose, score
+from outrider.spec.round import emitted, judge, keep, observe, propose, publish, score
 from outrider.spec.width import FixedWidth, Width
 from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Verdicts
 
@@ -142,7 +142,9 @@ class Loop:
         """Let waiting jobs in, as far as there is room."""
         while (job := self.scheduler.next_in_line()) is not None:
             try:
-                job.slot = self.target.open()
+                job.slot = self.target.open(job.tokens, job.limit, job.request.tenant)
+                if job.slot is not None:
+                    job.cached = self.target.length(job.slot)  # more than 0 where the beginning was known already
             except Exception as error:
                 self._fail(job, _blamed(BackendError, "the target failed to open a sequence", error))
                 continue
@@ -178,10 +180,12 @@ class Loop:
         for job, chunk in zip(plan.reading, plan.chunks, strict=True):
             job.cached += chunk
         emissions = self._emit(plan, drafts, scores, verdicts)
-        going = [emission.job for emission in emissions if emission.reason is None and emission.error is None]
+        sound = [emission for emission in emissions if emission.error is None]
+        going = [emission.job for emission in sound if emission.reason is None]
         if any(drafts.counts):  # without drafts there is nothing to take back
-            self._keep(going)
+            self._keep([emission.job for emission in sound])
         self._observe(plan, going, scores, verdicts, times)
+        self._publish(plan, sound)
         self._count(plan, drafts, times, emissions)
         for job, event, _, reason, error in emissions:
             if error is not None:
@@ -221,12 +225,29 @@ class Loop:
             emissions.append(Emission(job, event, Outcome(len(drafted), accepted[index], num_taken), reason))
         return emissions
 
-    def _keep(self, going: list[Job]) -> None:
-        """The target's cache returns to what was emitted. What fails from here on cannot touch finished answers."""
+    def _keep(self, jobs: list[Job]) -> None:
+        """The target's cache returns to what was emitted."""
         try:
-            keep(self.target, going)
+            keep(self.target, jobs)
         except BackendError as error:
-            self._fail_jobs(going, error)
+            self._fail_jobs(jobs, error)
+
+    def _publish(self, plan: Plan, sound: list[Emission]) -> None:
+        """What was read or said may help later requests: told once a prompt is read, and when an answer ends.
+
+        Only now: the pass is judged and the caches hold what was kept.
+        """
+        told = plan.reading + [
+            job
+            for job, _, outcome, reason, _ in sound
+            if reason is not None or (outcome is not None and len(job.tokens) - outcome.emitted == job.num_prompt)
+        ]
+        for job in told:
+            if not job.done:
+                try:
+                    publish(self.target, job)
+                except BackendError as error:
+                    self._fail(job, error)
 
     def _observe(self, plan: Plan, going: list[Job], scores: Scores, verdicts: Verdicts, times: PassTimes) -> None:
         """The drafter rewinds, catches up and learns; the time it takes is drafting time."""

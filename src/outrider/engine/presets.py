@@ -1,4 +1,4 @@
-"""Short names for what people load: a target, what drafts for it, and settings known to go well together."""
+"""Names for what people load: a target, what drafts for it, and settings known to go well together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from outrider.config import MockConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A line of the table. `defaults` are settings of requests that do not bring their own."""
+    """A line of the table. Models are sources (see `models.source`) or mocks; `defaults` are settings of requests that
+    do not bring their own.
+    """
 
-    target: MockConfig
-    draft: MockConfig | None = None
+    target: str | MockConfig
+    draft: str | MockConfig | None = None
     method: str = "model"
-    width: int = 4
+    width: int | None = None
     defaults: dict[str, float] = field(default_factory=dict)
+
+
+def _chosen(temperature: float, top_p: float) -> dict[str, float]:
+    return {"temperature": temperature, "top_p": top_p}
 
 
 PRESETS = {
@@ -23,12 +29,22 @@ PRESETS = {
     "mock": Preset(
         target=MockConfig(vocab_size=32, seed=7, sharpness=2.0),
         draft=MockConfig(vocab_size=32, seed=7, sharpness=2.0, drift=0.5),
+        width=4,
         defaults={"temperature": 0.8},
     ),
     # The same with a real model's vocabulary, to see what sampling costs there.
     "mock-50k": Preset(
         target=MockConfig(vocab_size=50_000, seed=7, sharpness=2.0, num_contexts=61),
         draft=MockConfig(vocab_size=50_000, seed=7, sharpness=2.0, drift=0.5, num_contexts=61),
+        width=4,
         defaults={"temperature": 0.8},
     ),
+    # Temperatures and top-p are those of the models' own cards. Plain by default: torch on a CPU takes almost four
+    # times as long for a few rows as for one, so guessing would not pay there.
+    "smollm2": Preset(target="smollm2", method="none", defaults=_chosen(0.2, 0.9)),
+    "llama-3.1-8b": Preset(target="llama-3.1-8b", draft="llama-3.2-1b", width=4, defaults=_chosen(0.6, 0.9)),
+    "qwen-2.5-7b": Preset(target="qwen-2.5-7b", draft="qwen-2.5-0.5b", width=4, defaults=_chosen(0.7, 0.8)),
+    # No small model shares these vocabularies: drafts come from the text itself.
+    "mistral-7b": Preset(target="mistral-7b", method="ngram", width=4, defaults=_chosen(0.7, 1.0)),
+    "phi-3.5-mini": Preset(target="phi-3.5-mini", method="ngram", width=4, defaults=_chosen(0.7, 1.0)),
 }

@@ -81,6 +81,12 @@ def keep(target: Backend, jobs: Sequence[Job]) -> None:
         target.keep([_slot(job) for job in jobs], [job.cached for job in jobs])
 
 
+def publish(target: Backend, job: Job) -> None:
+    """The target may let later sequences start with what this one holds."""
+    with _blaming(BackendError, "the target failed while sharing its cache"):
+        target.publish(_slot(job), job.tokens[: job.cached])
+
+
 def observe(drafter: Drafter, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
     """The drafter sees what came of its proposals. Returns the passes that took."""
     with _blaming(DraftError, f"the {drafter.name} draft failed"):

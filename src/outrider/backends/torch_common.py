@@ -1,0 +1,42 @@
+"""What the torch backends share: the arrays they hand over, and the memory they may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from outrider.sampling.ops import SamplingOps
+from outrider.types import Array
+
+
+def sampling_for(device: torch.device) -> SamplingOps:
+    """On the CPU sampling is numpy's: its small operations cost a quarter of torch's, and sharing memory is free."""
+    if device.type == "cpu":
+        return SamplingOps(np)
+    import array_api_compat.torch as xp
+
+    return SamplingOps(xp, device)
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """What weights are kept in. torch has no quick half precision on a CPU."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """A tensor as `sampling_for` wants it, without a copy."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

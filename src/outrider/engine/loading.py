@@ -1,0 +1,140 @@
+"""From models' names to backends and tokenizers. Heavy packages load here, when somebody needs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from outrider.backends.base import Backend
+from outrider.config import ModelConfig
+from outrider.errors import ConfigError, MissingPackageError
+from outrider.kv.pages import Pages
+from outrider.models.base import ModelFile, TransformerSpec
+from outrider.models.gguf import GGUFFile, read_metadata
+from outrider.models.opening import open_model
+from outrider.models.source import ModelSource
+from outrider.tokenizer.build import tokenizer_from_metadata
+from outrider.tokenizer.folder import tokenizer_from_folder
+from outrider.tokenizer.text import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+Named = str | os.PathLike[str]
+CONTEXTS = 4  # that the cache holds at once, where memory allows
+MEMORY_SHARE = 0.5  # of the free memory that keys and values may fill
+
+
+class Loaded(NamedTuple):
+    """A model that can run. `tokenizer` is None where none came with it: token ids only."""
+
+    backend: Backend
+    tokenizer: TextTokenizer | None
+
+
+class Pair(NamedTuple):
+    target: Loaded
+    draft: Loaded | None
+    shares_slots: bool  # whether the draft keeps its state under the target's page ids
+
+
+def load_pair(target: Named, draft: Named | None, config: ModelConfig) -> Pair:
+    """The target and, if it has one, its draft model. Both files are looked at before either is read."""
+    paths = [ModelSource.parse(name).fetch() for name in (target, draft) if name is not None]
+    loaded, shares_slots = (_adapt(paths, config), False) if config.backend == "hf" else _load(paths, config)
+    return Pair(loaded[0], loaded[1] if draft is not None else None, shares_slots and draft is not None)
+
+
+def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | None:
+    """The tokenizer that came with a model, if one did. `file` is the model, where it is open already."""
+    if path.is_dir():
+        return tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
+    metadata = file.metadata if isinstance(file, GGUFFile) else read_metadata(path)
+    return tokenizer_from_metadata(metadata, path) if "tokenizer.ggml.model" in metadata else None
+
+
+def _load(paths: Sequence[Path], config: ModelConfig) -> tuple[list[Loaded], bool]:
+    """Models that our own backends run."""
+    files = [open_model(path) for path in paths]
+    tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
+    device = _device(config)
+    specs = [file.spec for file in files if isinstance(file.spec, TransformerSpec)]
+    shared = _pages(specs, config, device) if len(specs) == len(files) else None
+    loaded = []
+    for file, tokenizer in zip(files, tokenizers, strict=True):
+        vocab_size = None if tokenizer is None else min(tokenizer.vocab_size, file.spec.num_columns)
+        loaded.append(Loaded(_backend(file, shared, vocab_size, config, device), tokenizer))
+    return loaded, shared is not None
+
+
+def _backend(
+    file: ModelFile, shared: Pages | None, vocab_size: int | None, config: ModelConfig, device: torch.device
+) -> Backend:
+    if not isinstance(file.spec, TransformerSpec):
+        from outrider.backends.mamba import MambaBackend
+
+        _refuse_strict(config, file.name)
+        return MambaBackend(file, vocab_size=vocab_size, context=config.context, device=str(device))
+    from outrider.backends.transformer import TransformerBackend
+
+    return TransformerBackend(
+        file,
+        shared or _pages([file.spec], config, device),
+        vocab_size=vocab_size,
+        context=config.context,
+        device=str(device),
+        strict=config.strict,
+    )
+
+
+def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
+    """Models that transformers runs for us."""
+    device = _device(config)
+    if find_spec("transformers") is None:
+        raise MissingPackageError("the hf backend needs transformers; install it with pip install 'outrider[hf]'")
+    from outrider.backends.hf import HFBackend
+
+    loaded = []
+    for path in paths:
+        _refuse_strict(config, path.name)
+        tokenizer = tokenizer_of(path)
+        vocab_size = None if tokenizer is None else tokenizer.vocab_size
+        backend = HFBackend.from_path(path, device=str(device), vocab_size=vocab_size, context=config.context)
+        loaded.append(Loaded(backend, tokenizer))
+    return loaded
+
+
+def _device(config: ModelConfig) -> torch.device:
+    if find_spec("torch") is None:
+        raise MissingPackageError("real models need torch; install it with pip install 'outrider[torch]'")
+    import torch
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name} was asked for, but torch sees no CUDA device; use cpu", param="device")
+    return torch.device(name)
+
+
+def _pages(specs: Sequence[TransformerSpec], config: ModelConfig, device: torch.device) -> Pages:
+    """Pages for the keys and values of these models, which keep them under the same ids."""
+    from outrider.backends.torch_common import dtype_for, free_memory
+
+    tokens = config.cache_tokens
+    if tokens is None:
+        values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
+        affordable = int(MEMORY_SHARE * free_memory(device)) // (values * dtype_for(device).itemsize)
+        context = min(specs[0].context, config.context or specs[0].context)
+        tokens = max(2, min(CONTEXTS * context, affordable))
+    return Pages(-(-tokens // config.page_size), config.page_size)
+
+
+def _refuse_strict(config: ModelConfig, name: str) -> None:
+    if config.strict:
+        raise ConfigError(f"strict is not offered for {name}; leave it out, or use a transformer", param="strict")

@@ -1,0 +1,56 @@
+"""Models of the Hugging Face hub, through huggingface_hub, which shows its own progress and resumes broken downloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import MissingPackageError, ModelSourceError
+from outrider.models.cache import cache_folder
+
+# What of a repository is needed: never a pickle, never code.
+WANTED = ["*.safetensors", "*.safetensors.index.json", "*.jinja"]
+WANTED += ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
+
+
+def cached(repository: str, file: str | None) -> Path | None:
+    """The model, if all of it is here already."""
+    try:
+        return _get(repository, file, local_files_only=True)
+    except (MissingPackageError, ModelSourceError):
+        return None
+
+
+def fetch(repository: str, file: str | None) -> Path:
+    path = _get(repository, file, local_files_only=False)
+    if file is None and not list(path.glob("*.safetensors")):
+        raise ModelSourceError(
+            f"hf:{repository} has no safetensors (pickles are never loaded); "
+            f"name one of its GGUF files, if it has any: hf:{repository}:file.gguf"
+        )
+    return path
+
+
+def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
+    """One file of the repository, or a folder with what is wanted of it."""
+    try:
+        from huggingface_hub import hf_hub_download, snapshot_download
+    except ImportError:
+        raise MissingPackageError(
+            f"hf:{repository} needs huggingface_hub; install it with pip install 'outrider[hf]'"
+        ) from None
+    options: dict[str, Any] = {"cache_dir": cache_folder() / "hf", "local_files_only": local_files_only}
+    try:
+        if file is not None:
+            return Path(hf_hub_download(repository, file, **options))
+        path = Path(snapshot_download(repository, allow_patterns=WANTED, **options))
+    except Exception as error:  # of the network, the hub or the disk: the library has many
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelSourceError(
+            f"hf:{repository} could not be fetched ({type(error).__name__}: {reason}); check the name, the network and, "
+            "for gated models, `hf auth login`; or download it elsewhere and give its path"
+        ) from error
+    if local_files_only and not (path / "config.json").exists():
+        raise ModelSourceError(f"hf:{repository} is only partly here")
+    return path

@@ -1,0 +1,23 @@
+"""Opening a model whatever its format: a GGUF file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.errors import ModelFileError
+from outrider.models.base import check_shapes
+from outrider.models.folder import FolderFile
+from outrider.models.gguf import GGUFFile
+
+
+def open_model(path: Path) -> GGUFFile | FolderFile:
+    """The model at `path` with every tensor it needs in its place, or a ModelFileError that says what is wrong."""
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ModelFileError(f"{path}: this cannot be opened: {error.strerror}") from error
+    if not is_file and not is_folder:
+        raise ModelFileError(f"{path}: there is no such file or folder")
+    file = FolderFile(path) if is_folder else GGUFFile(path)
+    check_shapes(file)
+    return file
