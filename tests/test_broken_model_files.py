@@ -1,4 +1,4 @@
-"""A broken model file is a ModelFileError that names the file and the reason; nothing else is raised, little allocated."""
+"""A broken model file is a ModelFileError that names file and reason: nothing else is raised, little is allocated."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from outrider.errors import (
     DraftError,
     EmptyPromptError,
     MissingDraftError,
+    ModelSourceError,
     NotReadyError,
     OutriderError,
     RequestError,
@@ -223,13 +224,19 @@ CONFIGS = [
         lambda: Engine.load(mock(), method="magic"),
     ),
     refuses(
-        ConfigError,
-        "invalid_config",
+        ModelSourceError,
+        "model_not_found",
         "target",
-        "there is no preset 'gpt'; known: mock, mock-50k",
+        "there is no file or folder 'gpt'; give a path, hf:org/name, pypi:package or one of: llama-3.1-8b",
         lambda: Engine.load("gpt"),
     ),
-    refuses(ConfigError, "invalid_config", "draft", "there is no preset 'x'", lambda: Engine.load(mock(), draft="x")),
+    refuses(
+        ModelSourceError,
+        "model_not_found",
+        "draft",
+        "there is no file or folder 'x'",
+        lambda: Engine.load(mock(), draft="x"),
+    ),
     refuses(
         ConfigError, "invalid_config", "draft", "a backend or a drafter, got int", lambda: Engine.load(mock(), draft=5)
     ),

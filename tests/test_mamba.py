@@ -23,6 +23,7 @@ from outrider.models.base import MambaSpec
 from outrider.models.folder import FolderFile
 from outrider.models.gguf import GGUFFile
 from slot_machine import answers, error, feed, machine, reference
+
 from tiny import gguf_tensors, save_folder, save_gguf, tiny
 
 LIMIT = 1e-4
@@ -255,12 +256,16 @@ def test_other_refusals() -> None:
         feed(ours, (slot, [1], 1), hidden=(4,))
     with pytest.raises(BackendError, match="holds 0 tokens and cannot go to 1"):
         ours.rewind(slot, 1)
+    with pytest.raises(BackendError, match="tiny reads chains only; paths were given for slots"):
+        ours.keep([slot], [0], {slot: [0]})
+    with pytest.raises(BackendError, match="a pass without spans"):
+        feed(ours)
     for call in (ours.length, ours.fork, ours.close, ours.save, lambda gone: ours.rewind(gone, 0)):
         with pytest.raises(BackendError, match="there is no slot 7"):
             call(7)
     with pytest.raises(ConfigError, match="max_rewind must be at least 0, got -1"):
         backend(max_rewind=-1)
-    with pytest.raises(ModelFileError, match=r"tiny: token_embd.weight has shape \[101, 64\], the model needs \[101, 32\]"):
+    with pytest.raises(ModelFileError, match=r"token_embd.weight has shape \[101, 64\], the model needs \[101, 32\]"):
         MambaBackend(file_of(model(), width=32))
     with pytest.raises(ModelFileError, match="tiny is a llama model; this backend runs Mamba"):
         MambaBackend(SimpleNamespace(path=Path("tiny"), spec=SimpleNamespace(family="llama")))

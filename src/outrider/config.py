@@ -42,8 +42,8 @@ class SpeculationConfig:
 class ModelConfig:
     """How a model named by its source is loaded.
 
-    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together (None: four contexts, as far
-    as memory goes). `strict` makes a row's bits independent of what else is in its pass.
+    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together (None: four contexts, as
+    far as memory goes). `strict` makes a row's bits independent of what else is in its pass.
     """
 
     backend: str = "auto"

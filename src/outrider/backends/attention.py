@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from outrider.errors import BackendError
 
@@ -154,7 +154,7 @@ def _attend(qkv: torch.Tensor, held: torch.Tensor, group: Group, block: Block, h
     count = block.last - block.first
     start = group.first + block.first
     queries = qkv[start : start + group.batch * count, : heads * head_dim]
-    mixed = F.scaled_dot_product_attention(
+    mixed = functional.scaled_dot_product_attention(
         queries.view(group.batch, count, heads, head_dim).transpose(1, 2),
         held[:, :kv_heads, block.low : block.high],
         held[:, kv_heads:, block.low : block.high],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.backends.base import ModelInfo, Spans
+from outrider.backends.base import ModelInfo, Paths, Spans
 from outrider.errors import BackendError
 from outrider.types import Slot
 
 
 def check_spans(spans: Spans, hidden: Sequence[int], info: ModelInfo, length: Callable[[Slot], int]) -> None:
     """Refuses what `info` does not offer and tokens at the wrong place. `length` refuses unknown slots itself."""
+    if not spans.slots:
+        raise BackendError(f"{info.name} was given a pass without spans")
     if spans.parents and not info.trees:
         raise BackendError(f"{info.name} reads chains only; spans {sorted(spans.parents)} are trees")
     for layer in hidden:
@@ -30,11 +32,15 @@ def check_spans(spans: Spans, hidden: Sequence[int], info: ModelInfo, length: Ca
             raise BackendError(f"slot {slot} is fed {count} tokens, but {rows} rows are wanted")
         if start + count > info.context:
             raise BackendError(f"slot {slot} would hold {start + count} tokens in a context of {info.context}")
-    if spans.slots:
-        least, most = int(spans.tokens.min()), int(spans.tokens.max())
-        if least < 0 or most >= info.vocab_size:
-            wrong = least if least < 0 else most
-            raise BackendError(f"token {wrong} is not in a vocabulary of {info.vocab_size}")
+    least, most = int(spans.tokens.min()), int(spans.tokens.max())
+    if least < 0 or most >= info.vocab_size:
+        raise BackendError(f"token {least if least < 0 else most} is not in a vocabulary of {info.vocab_size}")
+
+
+def check_chains(paths: Paths | None, info: ModelInfo) -> None:
+    """For `keep` of a model that reads no trees: there is no path to choose."""
+    if paths:
+        raise BackendError(f"{info.name} reads chains only; paths were given for slots {sorted(paths)}")
 
 
 def check_rewind(slot: Slot, held: int, length: int, oldest: int) -> None:

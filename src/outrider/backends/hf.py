@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from outrider.backends.base import ModelInfo, Paths, Spans, State
-from outrider.backends.checks import check_rewind, check_spans
+from outrider.backends.checks import check_chains, check_rewind, check_spans
 from outrider.errors import BackendError, MissingPackageError, ModelFileError
 from outrider.types import Scores, Slot
 
@@ -130,6 +130,7 @@ class HFBackend:
         )
 
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
+        check_chains(paths, self.info)
         for slot, length in zip(slots, lengths, strict=True):
             self.rewind(slot, length)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.backends.base import ModelInfo, Paths, Spans, State
-from outrider.backends.checks import check_rewind, check_spans
+from outrider.backends.checks import check_chains, check_rewind, check_spans
 from outrider.backends.torch_common import array_of, sampling_for
 from outrider.checks import check_whole
 from outrider.errors import ConfigError, ModelFileError
@@ -143,6 +143,7 @@ class MambaBackend:
         )
 
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
+        check_chains(paths, self.info)
         for slot, length in zip(slots, lengths, strict=True):
             self.rewind(slot, length)
 

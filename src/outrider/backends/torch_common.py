@@ -31,6 +31,13 @@ def array_of(tensor: torch.Tensor) -> Array:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
+def tensor_of(array: Array) -> torch.Tensor:
+    """What a model file read, as a tensor. Views of the file are copied: torch cannot promise not to write to them."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = array.copy()
+    return torch.as_tensor(array)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes nobody uses."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from outrider.backends.attention import Group, attend, build_groups, build_span
 from outrider.backends.base import ModelInfo, Paths, Spans, State
@@ -182,7 +182,7 @@ class TransformerBackend:
         """Logits of the rows wanted, [R, columns], and the hidden states asked for, [N, width] each."""
         weights = self.weights
         states: dict[int, torch.Tensor] = {}
-        x = F.embedding(work.tokens, weights.embedding)
+        x = functional.embedding(work.tokens, weights.embedding)
         for number, layer in enumerate(weights.layers):
             if number in hidden:
                 states[number] = x.clone()
@@ -194,24 +194,24 @@ class TransformerBackend:
             states = {number: state.index_select(0, work.order) for number, state in states.items()}
         if work.rows is not None:
             x = x.index_select(0, work.rows)
-        return F.linear(_normed(x, weights.norm), weights.output).float(), states
+        return functional.linear(_normed(x, weights.norm), weights.output).float(), states
 
     def _attention(
         self, x: torch.Tensor, layer: Layer, held: torch.Tensor, work: Pass, groups: Sequence[Group]
     ) -> None:
         """Adds the layer's attention to x [N, width]; keys and values go into `held`."""
         spec = self.spec
-        qkv = F.linear(_normed(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = functional.linear(_normed(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         turning = qkv[:, : (spec.num_heads + spec.num_kv_heads) * spec.head_dim].view(len(qkv), -1, spec.head_dim)
         if layer.head_norm is not None:
             turning.copy_(_normed(turning, layer.head_norm))
         _turn(turning, work.turns)
         held.index_copy_(0, work.places, qkv[:, spec.num_heads * spec.head_dim :])
-        x.add_(F.linear(attend(qkv, held, groups, spec.num_heads, spec.head_dim), layer.attention_out))
+        x.add_(functional.linear(attend(qkv, held, groups, spec.num_heads, spec.head_dim), layer.attention_out))
 
     def _feed_forward(self, x: torch.Tensor, layer: Layer) -> None:
-        gate, up = F.linear(_normed(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-        x.add_(F.linear(F.silu(gate).mul_(up), layer.down))
+        gate, up = functional.linear(_normed(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
+        x.add_(functional.linear(functional.silu(gate).mul_(up), layer.down))
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -222,7 +222,8 @@ def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def _turn(heads: torch.Tensor, turns: torch.Tensor) -> None:
     """Rotary positions, in place. heads: [N, heads, head_dim], the pairs that turn together side by side."""
-    pairs = heads[..., : 2 * turns.shape[-1]].unflatten(-1, (-1, 2))
+    size = turns.shape[-1]
+    pairs = heads[..., : 2 * size].view(*heads.shape[:-1], size, 2)
     if heads.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(turns)
     else:  # there are no complex numbers of two bf16

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.backends.torch_common import tensor_of
 from outrider.models.base import ModelFile, TransformerSpec
+from outrider.models.cache import progress
 
 
 class Norm(NamedTuple):
@@ -46,6 +48,12 @@ class Loader:
         self.file, self.spec, self.dtype, self.device = file, spec, dtype, device
 
     def load(self) -> Weights:
+        """Everything, with a bar while somebody watches: decoding a large quantised file takes its time."""
+        total = sum(map(math.prod, self.file.shapes.values()))
+        with progress(total, f"loading {self.file.name}") as self._advance:
+            return self._load()
+
+    def _load(self) -> Weights:
         embedding = self._stack(["token_embd.weight"])
         layers = [self._layer(f"blk.{index}.") for index in range(self.spec.num_layers)]
         output = embedding if self.spec.tied else self._stack(["output.weight"])
@@ -73,8 +81,9 @@ class Loader:
         whole = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            whole[start : start + shape[0]] = torch.as_tensor(self.file.read(name))
+            whole[start : start + shape[0]] = tensor_of(self.file.read(name))
             start += shape[0]
+            self._advance(math.prod(shape))
         return whole
 
     def _paired(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ The mock's own time (hashing contexts, gathering rows) is measured and taken off
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -44,9 +44,9 @@ class _TimedMock(MockBackend):
 
     busy_s = 0.0
 
-    def score(self, spans: Spans) -> Scores:
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         started = time.perf_counter()
-        scores = super().score(spans)
+        scores = super().score(spans, hidden)
         self.busy_s += time.perf_counter() - started
         return scores
 

@@ -13,7 +13,7 @@ from outrider.draft.base import Drafter
 from outrider.draft.lookup import NgramDrafter, NoDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.loading import Loaded, Named, load_pair
+from outrider.engine.loading import Loaded, Named, load_draft, load_pair
 from outrider.engine.presets import PRESETS
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.tokenizer.base import Tokenizer
@@ -48,6 +48,9 @@ def build_engine(
     """See `Engine.load`."""
     if method is not None and method not in METHODS:
         raise ConfigError(f"{method!r} is not a drafting method; choose one of {', '.join(METHODS)}", param="method")
+    if not isinstance(target, (str, os.PathLike)) and not _has(target, "score"):
+        raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
+    speculation = SpeculationConfig(width=width)
     preset = PRESETS.get(target) if isinstance(target, str) else None
     chosen: Draft = draft
     if preset is not None and draft is None and method in (None, preset.method):
@@ -62,7 +65,7 @@ def build_engine(
         _drafter(method, models, ngram, scheduling.prefill_chunk),
         tokenizer=tokenizer or models.tokenizer,
         scheduling=scheduling,
-        speculation=SpeculationConfig(width=preset.width if preset is not None and width is None else width),
+        speculation=SpeculationConfig(width=preset.width) if preset is not None and width is None else speculation,
         defaults=preset.defaults if preset else None,
         clock=clock,
     )
@@ -89,11 +92,11 @@ def _load(target: Named | MockConfig | Backend, draft: Draft, config: ModelConfi
         draft = MockBackend(draft, clock=clock)
     if isinstance(target, MockConfig):
         if config.backend not in ("auto", "mock"):
-            raise ConfigError(f"a mock does not run on the {config.backend} backend; name a real model", param="backend")
+            raise ConfigError(
+                f"a mock does not run on the {config.backend} backend; name a real model", param="backend"
+            )
         return _beside(MockBackend(target, clock=clock), draft, mock_tokenizer(target.vocab_size), config)
     if not isinstance(target, (str, os.PathLike)):
-        if not _has(target, "score"):
-            raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
         return _beside(target, draft, None, config)
     if config.backend == "mock":
         raise ConfigError(f"{target} is no mock; name one of the mocks, or another backend", param="backend")
@@ -108,7 +111,7 @@ def _load(target: Named | MockConfig | Backend, draft: Draft, config: ModelConfi
 def _beside(target: Backend, draft: Draft, tokenizer: Tokenizer | None, config: ModelConfig) -> Models:
     """A target that is here already; a draft that is only named is loaded by itself."""
     if isinstance(draft, (str, os.PathLike)):
-        draft = load_pair(draft, None, config).target.backend
+        draft = load_draft(draft, config)
     return Models(target, draft, tokenizer)  # type: ignore[arg-type]
 
 

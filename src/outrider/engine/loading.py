@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.config import ModelConfig
-from outrider.errors import ConfigError, MissingPackageError
+from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.pages import Pages
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.gguf import GGUFFile, read_metadata
@@ -43,9 +43,24 @@ class Pair(NamedTuple):
 
 def load_pair(target: Named, draft: Named | None, config: ModelConfig) -> Pair:
     """The target and, if it has one, its draft model. Both files are looked at before either is read."""
-    paths = [ModelSource.parse(name).fetch() for name in (target, draft) if name is not None]
+    paths = [_fetch(target, "target")] + ([] if draft is None else [_fetch(draft, "draft")])
     loaded, shares_slots = (_adapt(paths, config), False) if config.backend == "hf" else _load(paths, config)
     return Pair(loaded[0], loaded[1] if draft is not None else None, shares_slots and draft is not None)
+
+
+def load_draft(draft: Named, config: ModelConfig) -> Backend:
+    """A draft model for a target that is here already."""
+    path = _fetch(draft, "draft")
+    loaded = _adapt([path], config) if config.backend == "hf" else _load([path], config)[0]
+    return loaded[0].backend
+
+
+def _fetch(name: Named, param: str) -> Path:
+    try:
+        return ModelSource.parse(name).fetch()
+    except ModelSourceError as error:
+        error.param = param
+        raise
 
 
 def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | None:

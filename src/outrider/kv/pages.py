@@ -1,8 +1,8 @@
 """The account of cache pages: who holds which, what may be shared, what an earlier sequence left behind. No torch.
 
-A sequence holds a list of pages; place p of it lies in its page p // page_size. Keys and values live in *stores*, one per
-model: the target's is store 0, drafts of the same vocabulary add theirs under the same page ids, so that prefix hits,
-forks and rewinds hold for them too.
+A sequence holds a list of pages; place p of it lies in its page p // page_size. Keys and values live in *stores*, one
+per model: the target's is store 0, drafts of the same vocabulary add theirs under the same page ids, so that prefix
+hits, forks and rewinds hold for them too.
 
     pages    free ............. nobody's, contents meaningless
              held ............. by one or more sequences (its count of holders)
@@ -11,8 +11,8 @@ forks and rewinds hold for them too.
     sequence [ shared or own ........ | own, writable .......... | not yet taken, promised to it ]
              0                        length of store 0          room                    limit
 
-Places below the target's length never change while they are shared: a draft that reads them later writes the same values
-for everybody. Whoever writes from there on does it into pages of its own; `make_room` copies shared ones first.
+Places below the target's length never change while they are shared: a draft that reads them later writes the same
+values for everybody. Whoever writes from there on does it into pages of its own; `make_room` copies shared ones first.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ class Pages:
 
     def move(self, slot: Slot, store: int, sources: Sequence[int], start: int) -> None:
         """Contents of these places of the sequence become its places from `start` on (the kept path of a tree)."""
-        self._stores[store].move_places(self.places(slot, sources), self.places(slot, range(start, start + len(sources))))
+        self._stores[store].move_places(
+            self.places(slot, sources), self.places(slot, range(start, start + len(sources)))
+        )
 
     def places(self, slot: Slot, indices: Sequence[int]) -> list[int]:
         """Where these tokens of the sequence lie, numbered over all pages."""
@@ -186,9 +188,7 @@ class Pages:
         limit = max(lease.limit, len(pages)) + (max(lease.lengths) % self.page_size > 0)
         if limit - len(pages) > self._available():
             return None
-        return self._new(
-            Lease(pages, list(lease.lengths), limit, lease.tenant, list(lease.hashes), list(lease.marked))
-        )
+        return self._new(Lease(pages, list(lease.lengths), limit, lease.tenant, list(lease.hashes), list(lease.marked)))
 
     def close(self, slot: Slot) -> None:
         """Give everything back. Published pages stay findable while nobody needs them."""
@@ -208,7 +208,7 @@ class Pages:
         assert holders == self._holders, f"counted {holders}, held {self._holders}"
         free = set(self._free)
         assert len(free) == len(self._free), f"a page is free twice: {self._free}"
-        for page in range(self.num_pages):
+        for page in map(Page, range(self.num_pages)):
             states = (page in free, holders[page] > 0, page in self._idle)
             assert sum(states) == 1, f"page {page} is (free, held, idle) = {states}"
         assert set(self._idle) <= self._hash_of.keys() == self._filled.keys(), "an idle page nobody can find"

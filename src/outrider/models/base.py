@@ -93,6 +93,10 @@ class ModelFile(Protocol):
     def shapes(self) -> Mapping[str, Shape]:
         """Of every tensor the model uses, by name; a matrix is [outputs, inputs]."""
 
+    @property
+    def types(self) -> Mapping[str, str]:
+        """How each of them is stored, for people."""
+
     def read(self, name: str) -> Array:
         """One tensor, decoded to floating point: numpy, or torch on the CPU where numpy has no such type (bf16)."""
 

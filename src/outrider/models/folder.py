@@ -83,6 +83,11 @@ class FolderFile:
             return folder.parent.parent.name.rpartition("--")[2]
         return folder.name
 
+    @property
+    def types(self) -> dict[str, str]:
+        """How each tensor is stored."""
+        return {name: shard.type_of(theirs) for name, (shard, theirs) in self._places.items()}
+
     def read(self, name: str) -> Array:
         """One tensor in the precision it is stored in: torch for bfloat16, else numpy."""
         if name not in self._places:
@@ -176,6 +181,9 @@ class _Shard:
         except self._errors as error:
             raise ModelFileError(f"{self.path}: the tensor {name!r} cannot be read: {error}") from error
         return tensor
+
+    def type_of(self, name: str) -> str:
+        return str(self._file.get_slice(name).get_dtype())
 
     def _shapes(self) -> dict[str, Shape]:
         return {name: self._shape(name) for name in self._file.keys()}  # noqa: SIM118 it is not a dict

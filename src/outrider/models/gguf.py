@@ -71,6 +71,11 @@ class GGUFFile:
         # Not general.name: converters fill it with anything, and the file's own name has the quantisation in it.
         return self.path.stem
 
+    @property
+    def types(self) -> dict[str, str]:
+        """How each tensor is stored."""
+        return {name: self._tensors[name].storage.name for name in self.shapes}
+
     def read(self, name: str) -> Array:
         """One tensor: F16 stays, everything else is float32."""
         if self._data is None:
@@ -249,7 +254,7 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             if path.stat().st_size == 0:  # nothing to map
                 raise ModelFileError(f"{path}: the file is empty; fetch it again")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: torch wants memory it could write to
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path}: the file cannot be opened: {error}") from error
 

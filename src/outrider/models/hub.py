@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, through huggingface_hub, which shows its own progress and resumes broken downloads."""
+"""Models of the Hugging Face hub, through huggingface_hub: it shows progress and resumes broken downloads itself."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ModelSourceError(
-            f"hf:{repository} could not be fetched ({type(error).__name__}: {reason}); check the name, the network and, "
-            "for gated models, `hf auth login`; or download it elsewhere and give its path"
+            f"hf:{repository} could not be fetched ({type(error).__name__}: {reason}); check the name, the network "
+            "and, for gated models, `hf auth login`; or download it elsewhere and give its path"
         ) from error
     if local_files_only and not (path / "config.json").exists():
         raise ModelSourceError(f"hf:{repository} is only partly here")

@@ -5,8 +5,8 @@ nor part of a stop string. Both see emitted tokens only, so neither ever has to 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from outrider.errors import RequestError
 
@@ -17,6 +17,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer that also knows how its model reads conversations."""
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
 
 
 class PieceTokenizer:

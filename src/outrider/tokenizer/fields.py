@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ class Fields:
         value = self.values.get(key)
         if value is None:
             return None
-        if isinstance(value, (bool, str, float)) or not hasattr(value, "__index__"):
-            raise self.error(f"{key} must be a token id, got {value!r:.60}; {_DAMAGED}")
-        if not 0 <= int(value) < num_tokens:
-            raise self.error(f"{key} is {value}, but the file has {num_tokens} tokens; {_DAMAGED}")
-        return int(value)
+        try:
+            token = index(value)
+        except TypeError as error:
+            raise self.error(f"{key} must be a token id, got {value!r:.60}; {_DAMAGED}") from error
+        if not 0 <= token < num_tokens:
+            raise self.error(f"{key} is {token}, but the file has {num_tokens} tokens; {_DAMAGED}")
+        return token
 
     def strings(self, key: str) -> list[str]:
         values = self._list(key)

@@ -102,7 +102,7 @@ class TextTokenizer:
     def num_different(self, other: TextTokenizer) -> int:
         """Ids that mean another token in the other vocabulary, or none. A draft model must share (almost) all."""
         ours, theirs = (one._tokenizer.get_vocab(with_added_tokens=True) for one in (self, other))
-        return len(ours.items() ^ theirs.items()) if ours != theirs else 0
+        return sum(theirs.get(piece) != token for piece, token in ours.items())
 
 
 def _spelling(tokenizer: Tokenizer, path: Path) -> Callable[[str], bytes]:

@@ -1,0 +1,138 @@
+"""One answer on the terminal: text as it comes, tinted where it was drafted and kept, and what it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from outrider.cli.options import USUAL_LENGTH
+from outrider.engine.engine import Engine
+from outrider.types import Event, FinishReason, Result
+
+REPORTED = "rounds drafted accepted rejected bonus acceptance_rate tokens_per_round accepted_by_position fallbacks"
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds. The first round belongs to reading the prompt: it is what one waits for."""
+
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
+class Answer:
+    result: Result
+    method: str
+    timing: Timing
+
+    def as_json(self) -> dict[str, Any]:
+        result = self.result
+        report = result.statistics.report()
+        return {
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "usage": {"prompt_tokens": result.num_prompt_tokens, "completion_tokens": len(result.token_ids)},
+            "seed": result.seed,
+            "accept": result.rule,
+            "speculation": {"method": self.method, **{name: report[name] for name in REPORTED.split()}},
+            "timing": {name: round(getattr(self.timing, name), 6) for name in Timing.__slots__},
+        }
+
+
+def answer_once(
+    prompt: str, loading: Mapping[str, Any], settings: Mapping[str, Any], *, chat: bool, as_json: bool
+) -> None:
+    """The command `generate`."""
+    started = time.perf_counter()
+    engine = load(loading)
+    load_s = time.perf_counter() - started
+    tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if chat else engine.encode(prompt)
+    answer = ask(engine, tokens, settings, load_s, show=not as_json)
+    if as_json:
+        typer.echo(json.dumps(answer.as_json()))
+    else:
+        summarise(answer)
+    if answer.result.finish_reason == FinishReason.CANCELLED:
+        raise typer.Exit(130)
+
+
+def load(loading: Mapping[str, Any]) -> Engine:
+    options = dict(loading)
+    return Engine.load(options.pop("target"), **options)
+
+
+def ask(engine: Engine, tokens: list[int], settings: Mapping[str, Any], load_s: float, *, show: bool) -> Answer:
+    """Ask, show what comes, and take the time. Ctrl-C ends the answer and not the program."""
+    pieces: list[str] = []  # of the round's tokens: an event has their text in one
+    started = time.perf_counter()
+    stream = engine.stream(
+        tokens, **_with_length(engine, tokens, settings), on_token=lambda _, piece: pieces.append(piece)
+    )
+    first: tuple[float, int] | None = None
+    while True:
+        try:
+            event = next(stream)
+        except KeyboardInterrupt:
+            stream.cancel()
+            continue
+        if event.tokens and first is None:
+            first = (time.perf_counter(), len(event.tokens))
+        if show:
+            _write(event, pieces)
+        pieces.clear()
+        if event.result is not None:
+            break
+    ended = time.perf_counter()
+    if show:
+        typer.echo()
+    first_at, num_first = first or (ended, 0)
+    rest, decode_s = len(event.result.token_ids) - num_first, ended - first_at
+    speed = rest / decode_s if rest and decode_s else 0.0
+    return Answer(event.result, engine.method, Timing(load_s, first_at - started, decode_s, speed))
+
+
+def _with_length(engine: Engine, tokens: list[int], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer nobody gave a length for is as long as usual, or as the context allows."""
+    if settings["max_tokens"] is not None:
+        return dict(settings)
+    return {**settings, "max_tokens": max(1, min(USUAL_LENGTH, engine.info.context - len(tokens)))}
+
+
+def _write(event: Event, pieces: list[str]) -> None:
+    """A round's text, what was drafted and kept in another colour."""
+    kept = "".join(pieces[: event.accepted])
+    colour = False if "NO_COLOR" in os.environ else None  # None: only on a terminal
+    typer.secho(kept, fg="green", nl=False, color=colour)
+    typer.echo(event.text[len(kept) :], nl=False)
+    sys.stdout.flush()
+
+
+def summarise(answer: Answer) -> None:
+    """What the answer took, on standard error: standard output is the text's."""
+    timing, counts = answer.timing, answer.result.statistics
+    line = f"{counts.tokens} tokens, {timing.tokens_per_s:.1f} a second; first after {timing.prefill_s:.2f} s"
+    line += f" ({answer.result.num_prompt_tokens} of prompt)"
+    if timing.load_s:
+        line += f", loaded in {timing.load_s:.1f} s"
+    lines = [f"{line}; finish {answer.result.finish_reason}; seed {answer.result.seed}, {answer.result.rule}"]
+    if counts.drafted:
+        lines.append(
+            f"{answer.method}: {counts.tokens_per_round:.2f} tokens a round; {counts.drafted} drafted, "
+            f"{counts.accepted} kept ({counts.acceptance_rate:.0%}), {counts.rejected} replaced, {counts.bonus} bonus"
+        )
+    lines += [f"fallback, {times} times: {reason}" for reason, times in counts.fallbacks.items()]
+    if counts.advice:
+        lines.append(counts.advice)
+    for text in lines:
+        typer.secho(text, dim=True, err=True)

