@@ -11,15 +11,16 @@ block may see are not even multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from outrider.backends.forward import Block
 from outrider.errors import BackendError
+from outrider.kv.store import PageStore
 
 BLOCK = 64  # queries of a long span attended to at a time: the quickest of 32 to 512 on a CPU, measured
 
@@ -68,59 +69,46 @@ def build_span(start: int, count: int, places: Ints, parents: Sequence[int] | No
     return Span(start, count, places, depths, ancestry)
 
 
-@dataclass(slots=True)
-class Block:
-    """Queries `first` to `last` of each span in a group look at keys `low` to `high`."""
-
-    first: int
-    last: int
-    low: int
-    high: int
-    mask: torch.Tensor | None  # [batch, 1, queries, keys], added to the products: -inf where there is nothing to see
-
-
-@dataclass(slots=True)
-class Group:
-    """Spans of one length, standing one after another in the pass."""
-
-    first: int  # the group's first token in the pass
-    batch: int
-    count: int  # tokens fed per span
-    keys: torch.Tensor | slice  # places [batch * size]; a slice where they are neighbours, which saves a copy
-    size: int  # keys per span, the shorter ones padded
-    blocks: list[Block]  # several only for a single span
-
-
-def build_groups(spans: Sequence[Span], window: int | None, device: torch.device) -> list[Group]:
-    """The plan for spans in the order of the pass."""
-    groups, first, at = [], 0, 0
+def build_blocks(spans: Sequence[Span], window: int | None, queries: torch.Tensor, store: PageStore) -> list[Block]:
+    """What the queries of a pass see, in the order of the pass. queries: [tokens, heads, head_dim]"""
+    blocks: list[Block] = []
+    first = at = 0
     while at < len(spans):
         end = at + 1
         while end < len(spans) and spans[end].count == spans[at].count <= BLOCK:
             end += 1
-        alike = spans[at:end]
-        groups.append(_lone(alike[0], first, window, device) if end == at + 1 else _batch(alike, first, window, device))
-        first += len(alike) * alike[0].count
-        at = end
-    return groups
+        last = first + (end - at) * spans[at].count
+        if end == at + 1:
+            blocks += _lone(spans[at], window, queries[first:last], store)
+        else:
+            blocks.append(_batch(spans[at:end], window, queries[first:last]))
+        first, at = last, end
+    return blocks
 
 
-def _lone(span: Span, first: int, window: int | None, device: torch.device) -> Group:
+def _lone(span: Span, window: int | None, queries: torch.Tensor, store: PageStore) -> Iterator[Block]:
     """One span, its queries in blocks that look at no more keys than they must."""
     step = BLOCK if span.ancestry is None else span.count
-    blocks = []
     for start in range(0, span.count, step):
         end = min(start + step, span.count)
-        visible = span.visible(start, end, window)[:, : span.start + end]
-        low = int(visible.any(axis=0).argmax())  # the first key anybody sees
-        blocks.append(Block(start, end, low, visible.shape[1], _mask(visible[None, None, :, low:], device)))
-    run = int(span.places[0])
-    is_run = int(span.places[-1]) - run == span.length - 1 and bool((np.diff(span.places) == 1).all())
-    keys = slice(run, run + span.length) if is_run else torch.from_numpy(span.places).to(device)
-    return Group(first, 1, span.count, keys, span.length, blocks)
+        low, high, mask = 0, span.start + end, None
+        if span.count > 1 or window is not None:
+            visible = span.visible(start, end, window)[:, :high]
+            low = int(visible.any(axis=0).argmax())  # the first key anybody sees
+            mask = _mask(visible[None, None, :, low:], queries)
+        asking = queries[start:end].unsqueeze(0).transpose(1, 2)
+        yield _looking(asking, span.places[low:high], mask, store)
 
 
-def _batch(spans: Sequence[Span], first: int, window: int | None, device: torch.device) -> Group:
+def _looking(queries: torch.Tensor, places: Ints, mask: torch.Tensor | None, store: PageStore) -> Block:
+    first, last = int(places[0]), int(places[-1])
+    if last - first + 1 == len(places) and (np.diff(places) == 1).all():  # neighbours need no copy
+        keys, values = store.run(slice(first, last + 1))
+        return Block(queries, keys, values, None, mask)
+    return Block(queries, [], [], torch.from_numpy(places).to(queries.device), mask)
+
+
+def _batch(spans: Sequence[Span], window: int | None, queries: torch.Tensor) -> Block:
     """Short spans of one length, padded to the longest sequence."""
     count, size = spans[0].count, max(span.length for span in spans)
     # A padded key is masked, but it must be a number, so it is one the span itself has written.
@@ -128,37 +116,11 @@ def _batch(spans: Sequence[Span], first: int, window: int | None, device: torch.
     visible = np.zeros((len(spans), 1, count, size), dtype=np.bool_)
     for index, span in enumerate(spans):
         visible[index, 0, :, : span.length] = span.visible(0, count, window)
-    block = Block(0, count, 0, size, _mask(visible, device))
-    return Group(first, len(spans), count, torch.from_numpy(places).to(device), size, [block])
+    asking = queries.view(len(spans), count, *queries.shape[1:]).transpose(1, 2)
+    return Block(asking, [], [], torch.from_numpy(places).to(queries.device), _mask(visible, queries))
 
 
-def _mask(visible: Bools, device: torch.device) -> torch.Tensor | None:
+def _mask(visible: Bools, like: torch.Tensor) -> torch.Tensor | None:
     if visible.all():
         return None
-    return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf).to(device)
-
-
-def attend(qkv: torch.Tensor, layer: torch.Tensor, groups: Sequence[Group], heads: int, head_dim: int) -> torch.Tensor:
-    """Attention of every token of a pass. qkv: [N, queries | keys | values], layer: [places, keys | values]."""
-    parts = []
-    for group in groups:
-        held = layer[group.keys] if isinstance(group.keys, slice) else layer.index_select(0, group.keys)
-        held = held.view(group.batch, group.size, -1, head_dim).transpose(1, 2)
-        parts += [_attend(qkv, held, group, block, heads) for block in group.blocks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attend(qkv: torch.Tensor, held: torch.Tensor, group: Group, block: Block, heads: int) -> torch.Tensor:
-    """[queries, heads * head_dim] of one block; held: [batch, kv heads of keys, then of values, size, head_dim]."""
-    kv_heads, head_dim = held.shape[1] // 2, held.shape[3]
-    count = block.last - block.first
-    start = group.first + block.first
-    queries = qkv[start : start + group.batch * count, : heads * head_dim]
-    mixed = functional.scaled_dot_product_attention(
-        queries.view(group.batch, count, heads, head_dim).transpose(1, 2),
-        held[:, :kv_heads, block.low : block.high],
-        held[:, kv_heads:, block.low : block.high],
-        attn_mask=None if block.mask is None else block.mask.to(qkv.dtype),
-        enable_gqa=heads != kv_heads,
-    )
-    return mixed.transpose(1, 2).reshape(group.batch * count, heads * head_dim)
+    return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf).to(like)

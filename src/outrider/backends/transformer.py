@@ -1,40 +1,40 @@
 """Transformers of the llama kind in PyTorch: one lean forward pass over paged keys and values.
 
-Projections that read the same input are one matrix, queries and keys turn in place as complex numbers, nothing is a
-module. What families add (biases, norms of queries and keys, windows) comes from the file. fp32 on the CPU, where torch
-has no quick half precision; bf16 on CUDA.
+This module owns sequences and passes; the arithmetic is in `forward.py`, who sees whom in `attention.py`. What families
+add (biases, norms of queries and keys, windows) comes from the file. fp32 on the CPU, bf16 on CUDA.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
-from outrider.backends.attention import Group, attend, build_groups, build_span
+from outrider.backends.attention import Ints, build_blocks, build_span
 from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_rewind, check_spans
+from outrider.backends.forward import Constants, Rows, Work, compiled, run_layers
 from outrider.backends.torch_common import array_of, dtype_for, sampling_for
-from outrider.backends.weights import Layer, Loader, Norm
+from outrider.backends.weights import Loader
 from outrider.errors import BackendError
 from outrider.kv.pages import Pages
 from outrider.kv.store import PageStore
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.types import Scores, Slot
 
+FEW = 64  # rows up to which buffers are kept
 
-@dataclass(slots=True)
-class Pass:
-    """What one forward pass feeds, where it goes and who sees whom. Spans of one length stand side by side."""
+
+class Pass(NamedTuple):
+    """What one forward pass feeds and gives. Spans of one length stand side by side in it."""
 
     tokens: torch.Tensor  # [N]
-    places: torch.Tensor  # [N] where keys and values go
-    turns: torch.Tensor  # [N, 1, pairs] complex: the rotation of each position
-    groups: dict[int | None, list[Group]]  # by window
-    rows: torch.Tensor | None  # the tokens to score, in the caller's order; None: all, as they stand
+    work: Work
+    wanted: torch.Tensor | None  # the tokens to score, in the caller's order; None: all, as they stand
     order: torch.Tensor | None  # where each of the caller's tokens stands; None: as they came
 
 
@@ -67,11 +67,22 @@ class TransformerBackend:
         )
         self.ops = sampling_for(self.device)
         self.weights = Loader(file, spec, dtype, self.device).load()
-        kv_width = spec.num_kv_heads * spec.head_dim
-        self.store = PageStore(spec.num_layers, pages.num_pages, pages.page_size, kv_width, dtype, self.device)
+        shape = (spec.num_layers, pages.num_pages * pages.page_size, 2 * spec.num_kv_heads * spec.head_dim)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        self.store = PageStore(whole, spec.num_kv_heads, pages.page_size)
         self.number = pages.add_store(self.store)  # 0: the target, who opens and closes sequences
-        self._windows = spec.windows or (None,) * spec.num_layers
+        windows = spec.windows or (None,) * spec.num_layers
+        self._windows = sorted(set(windows), key=str)
+        self._kinds = [self._windows.index(window) for window in windows]
+        self._constants = Constants(
+            floor=torch.tensor(math.sqrt(spec.width * spec.norm_eps), device=self.device),
+            head_floor=spec.head_dim * spec.norm_eps,
+            kv_heads=spec.num_kv_heads,
+        )
+        self._run_layers = compiled() if self.device.type == "cpu" else run_layers
+        self._kept_rows: dict[int, Rows] = {}
         self._frequencies = torch.tensor(spec.rope.frequencies, dtype=torch.float32, device=self.device)
+        self._scale = torch.tensor(spec.rope.scale, device=self.device)
 
     def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
         assert self.number == 0, "a draft that shares pages is given the target's slots"
@@ -155,22 +166,27 @@ class TransformerBackend:
             ranges = [np.arange(at, at + count) for at, count in zip(stands, spans.counts, strict=True)]
             moved = torch.from_numpy(np.concatenate(ranges)).to(self.device)
             tokens = torch.empty_like(tokens).index_copy_(0, moved, tokens)
-        written = np.concatenate([piece.places[piece.start :] for piece in pieces])
-        return Pass(
-            tokens=tokens,
-            places=torch.from_numpy(written).to(self.device),
-            turns=self._turns(np.concatenate([piece.start + piece.depths for piece in pieces])),
-            groups={window: build_groups(pieces, window, self.device) for window in set(self._windows)},
-            rows=self._rows(spans, stands),
-            order=moved,
+        rows = self._rows(len(tokens))
+        self._set_turns(rows, np.concatenate([piece.start + piece.depths for piece in pieces]))
+        queries = rows.heads[:, : self.spec.num_heads]
+        places = np.concatenate([piece.places[piece.start :] for piece in pieces])
+        work = Work(
+            rows=rows,
+            places=torch.from_numpy(places).to(self.device),
+            blocks=[build_blocks(pieces, window, queries, self.store) for window in self._windows],
+            kinds=self._kinds,
         )
+        return Pass(tokens, work, self._wanted(spans, stands), moved)
 
-    def _turns(self, positions: np.ndarray) -> torch.Tensor:
-        """The rotation of each position as complex numbers, [N, 1, pairs]."""
+    def _set_turns(self, rows: Rows, positions: Ints) -> None:
+        """How far queries and keys turn at these positions; values and what is not rotary stay as they are (1)."""
+        spec = self.spec
         angles = torch.outer(torch.from_numpy(positions).to(self.device, torch.float32), self._frequencies)
-        return torch.polar(torch.full_like(angles, self.spec.rope.scale), angles)[:, None]
+        every = rows.turns.view(len(positions), -1, spec.head_dim // 2)
+        turning = every[:, : spec.num_heads + spec.num_kv_heads, : angles.shape[1]]
+        turning.copy_(torch.polar(self._scale.expand_as(angles), angles).unsqueeze(1))
 
-    def _rows(self, spans: Spans, stands: Sequence[int]) -> torch.Tensor | None:
+    def _wanted(self, spans: Spans, stands: Sequence[int]) -> torch.Tensor | None:
         if len(spans.slots) == 1 and spans.rows == spans.counts:
             return None
         wanted: list[int] = []
@@ -178,56 +194,50 @@ class TransformerBackend:
             wanted += range(at + count - rows, at + count)
         return torch.tensor(wanted, dtype=torch.int64, device=self.device)
 
-    def _forward(self, work: Pass, hidden: Sequence[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _forward(self, fed: Pass, hidden: Sequence[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits of the rows wanted, [R, columns], and the hidden states asked for, [N, width] each."""
-        weights = self.weights
+        weights, x = self.weights, fed.work.rows.x
+        x.copy_(weights.embedding[fed.tokens])
         states: dict[int, torch.Tensor] = {}
-        x = functional.embedding(work.tokens, weights.embedding)
-        for number, layer in enumerate(weights.layers):
-            if number in hidden:
-                states[number] = x.clone()
-            self._attention(x, layer, self.store.layers[number], work, work.groups[self._windows[number]])
-            self._feed_forward(x, layer)
-        if len(weights.layers) in hidden:
-            states[len(weights.layers)] = x
-        if work.order is not None:
-            states = {number: state.index_select(0, work.order) for number, state in states.items()}
-        if work.rows is not None:
-            x = x.index_select(0, work.rows)
-        return functional.linear(_normed(x, weights.norm), weights.output).float(), states
+        stops = sorted({*hidden, self.spec.num_layers})
+        for start, stop in pairwise([0, *stops]):
+            self._run_layers(weights.layers[start:stop], start, self.store.layers, fed.work, self._constants)
+            if stop in hidden:
+                states[stop] = x.clone() if fed.order is None else x.index_select(0, fed.order)
+        if fed.wanted is not None:
+            x = x.index_select(0, fed.wanted)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        normed = x / length.hypot_(self._constants.floor) * weights.norm
+        return torch.mm(normed.to(x.dtype), weights.output).float(), states
 
-    def _attention(
-        self, x: torch.Tensor, layer: Layer, held: torch.Tensor, work: Pass, groups: Sequence[Group]
-    ) -> None:
-        """Adds the layer's attention to x [N, width]; keys and values go into `held`."""
-        spec = self.spec
-        qkv = functional.linear(_normed(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
-        turning = qkv[:, : (spec.num_heads + spec.num_kv_heads) * spec.head_dim].view(len(qkv), -1, spec.head_dim)
-        if layer.head_norm is not None:
-            turning.copy_(_normed(turning, layer.head_norm))
-        _turn(turning, work.turns)
-        held.index_copy_(0, work.places, qkv[:, spec.num_heads * spec.head_dim :])
-        x.add_(functional.linear(attend(qkv, held, groups, spec.num_heads, spec.head_dim), layer.attention_out))
-
-    def _feed_forward(self, x: torch.Tensor, layer: Layer) -> None:
-        gate, up = functional.linear(_normed(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-        x.add_(functional.linear(functional.silu(gate).mul_(up), layer.down))
+    def _rows(self, count: int) -> Rows:
+        """Buffers for a pass of so many rows; those for a few are kept, since they come all the time."""
+        rows = self._kept_rows.get(count)
+        if rows is None:
+            rows = _build_rows(count, self.spec, self.weights.embedding)
+            if count <= FEW:
+                self._kept_rows[count] = rows
+        return rows
 
 
-def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """The RMS norm in four kernels: torch's own is eight small ones on a CPU, 30 us a row instead of 16."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return (x / torch.hypot(length, norm.floor)).mul_(norm.weight).to(x.dtype)
-
-
-def _turn(heads: torch.Tensor, turns: torch.Tensor) -> None:
-    """Rotary positions, in place. heads: [N, heads, head_dim], the pairs that turn together side by side."""
-    size = turns.shape[-1]
-    pairs = heads[..., : 2 * size].view(*heads.shape[:-1], size, 2)
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(turns)
-    else:  # there are no complex numbers of two bf16
-        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turns))
+def _build_rows(count: int, spec: TransformerSpec, like: torch.Tensor) -> Rows:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv, gate_up = like.new_empty(count, queries + 2 * keys), like.new_empty(count, 2 * spec.ffn_width)
+    pairs = qkv.view(count, -1, 2)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return Rows(
+        x=like.new_empty(count, spec.width),
+        length=torch.empty(count, 1, device=like.device),
+        normed=like.new_empty(count, spec.width),
+        qkv=qkv,
+        heads=qkv[:, : queries + keys].view(count, -1, spec.head_dim),
+        pairs=torch.view_as_complex(pairs) if like.dtype == torch.float32 else pairs,  # none are made of two bf16
+        turns=torch.ones(count, pairs.shape[1], dtype=torch.complex64, device=like.device),
+        fresh=qkv[:, queries:],
+        gate_up=gate_up,
+        gate=gate,
+        up=up,
+    )
 
 
 def _where(order: Sequence[int], counts: Sequence[int]) -> list[int]:

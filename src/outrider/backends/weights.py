@@ -11,34 +11,17 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.backends.forward import Layer
 from outrider.backends.torch_common import tensor_of
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.cache import progress
 
 
-class Norm(NamedTuple):
-    """An RMS norm: x / hypot(|x|, floor) * weight is x / sqrt(mean(x^2) + eps) * weight of the file."""
-
-    weight: torch.Tensor  # times the square root of the size
-    floor: torch.Tensor  # the square root of size * eps
-
-
-class Layer(NamedTuple):
-    attention_norm: Norm
-    qkv: torch.Tensor  # [queries + keys + values, width]
-    qkv_bias: torch.Tensor | None
-    head_norm: Norm | None  # of queries and keys, [heads + kv heads, head_dim]
-    attention_out: torch.Tensor
-    ffn_norm: Norm
-    gate_up: torch.Tensor  # [2 * ffn_width, width]
-    down: torch.Tensor
-
-
 class Weights(NamedTuple):
     embedding: torch.Tensor
     layers: list[Layer]
-    norm: Norm
-    output: torch.Tensor  # the embedding itself when tied
+    norm: torch.Tensor  # before the output, which may be the embedding and so has no norm in it
+    output: torch.Tensor  # [width, columns]; the embedding itself when tied
 
 
 class Loader:
@@ -57,7 +40,7 @@ class Loader:
         embedding = self._stack(["token_embd.weight"])
         layers = [self._layer(f"blk.{index}.") for index in range(self.spec.num_layers)]
         output = embedding if self.spec.tied else self._stack(["output.weight"])
-        return Weights(embedding, layers, self._norm("output_norm.weight"), output)
+        return Weights(embedding, layers, self._norm("output_norm.weight"), output.t())
 
     def _layer(self, prefix: str) -> Layer:
         present = self.file.shapes
@@ -65,23 +48,23 @@ class Loader:
         biases = [f"{prefix}{part}.bias" for part in parts]
         halves = ["ffn_gate.weight", "ffn_up.weight"] if f"{prefix}ffn_gate.weight" in present else ["ffn_up.weight"]
         return Layer(
-            attention_norm=self._norm(f"{prefix}attn_norm.weight"),
-            qkv=self._paired(self._stack([f"{prefix}{part}.weight" for part in parts])),
+            qkv=self._paired(self._stack([f"{prefix}{part}.weight" for part in parts], f"{prefix}attn_norm")).t(),
             qkv_bias=self._paired(self._stack(biases)) if biases[0] in present else None,
             head_norm=self._head_norm(prefix) if f"{prefix}attn_q_norm.weight" in present else None,
-            attention_out=self._stack([f"{prefix}attn_output.weight"]),
-            ffn_norm=self._norm(f"{prefix}ffn_norm.weight"),
-            gate_up=self._stack([prefix + half for half in halves]),
-            down=self._stack([f"{prefix}ffn_down.weight"]),
+            attention_out=self._stack([f"{prefix}attn_output.weight"]).t(),
+            gate_up=self._stack([prefix + half for half in halves], f"{prefix}ffn_norm").t(),
+            down=self._stack([f"{prefix}ffn_down.weight"]).t(),
         )
 
-    def _stack(self, names: Sequence[str]) -> torch.Tensor:
-        """The tensors below one another, in one allocation."""
+    def _stack(self, names: Sequence[str], norm: str | None = None) -> torch.Tensor:
+        """The tensors below one another, in one allocation; a norm before them is multiplied in."""
+        scale = None if norm is None else self._norm(f"{norm}.weight").cpu()
         shapes = [self.file.shapes[name] for name in names]
         whole = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            whole[start : start + shape[0]] = tensor_of(self.file.read(name))
+            tensor = tensor_of(self.file.read(name))
+            whole[start : start + shape[0]] = tensor if scale is None else tensor * scale
             start += shape[0]
             self._advance(math.prod(shape))
         return whole
@@ -102,16 +85,13 @@ class Loader:
         order[: 2 * half] = torch.arange(2 * half).view(2, half).t().reshape(-1)
         return order.to(self.device)
 
-    def _norm(self, name: str) -> Norm:
-        return self._scaled(self._stack([name]))
+    def _norm(self, name: str) -> torch.Tensor:
+        """The weight of an RMS norm, for rows that were divided by their length and not by their root mean square."""
+        weight = tensor_of(self.file.read(name)).float()
+        return (weight * math.sqrt(len(weight))).to(self.device)
 
-    def _head_norm(self, prefix: str) -> Norm:
+    def _head_norm(self, prefix: str) -> torch.Tensor:
         spec = self.spec
-        queries, keys = (self._stack([f"{prefix}attn_{part}_norm.weight"]) for part in "qk")
+        queries, keys = (self._norm(f"{prefix}attn_{part}_norm.weight") for part in "qk")
         rows = torch.stack([queries] * spec.num_heads + [keys] * spec.num_kv_heads)
-        return self._scaled(rows if spec.rope.interleaved else rows[:, self._pairs()])
-
-    def _scaled(self, weight: torch.Tensor) -> Norm:
-        size = weight.shape[-1]
-        floor = torch.tensor(math.sqrt(size * self.spec.norm_eps), device=self.device)
-        return Norm(weight.float() * math.sqrt(size), floor)
+        return rows if spec.rope.interleaved else rows[:, self._pairs()]

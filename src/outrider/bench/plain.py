@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -118,11 +119,11 @@ def _flops_per_token(target: TransformerBackend) -> float:
 def _bandwidth(target: TransformerBackend) -> float:
     """Bytes per second of a matrix-vector product far larger than any cache: the output matrix."""
     matrix = target.weights.output
-    row = torch.randn(1, matrix.shape[1])
+    row = torch.randn(1, matrix.shape[0])
     with torch.inference_mode():
         started = time.perf_counter()
         for _ in range(4):
-            torch.nn.functional.linear(row, matrix)
+            torch.mm(row, matrix)
         return 4 * matrix.numel() * matrix.element_size() / (time.perf_counter() - started)
 
 
@@ -136,10 +137,12 @@ def _flops(size: int = 2048) -> float:
 class _Peer:
     """The same weights in transformers."""
 
-    def __init__(self, path: Any) -> None:
-        from outrider.backends.hf import HFBackend
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
 
-        self.model: Any = HFBackend.from_path(path)._model
+        folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.model = load(folder, local_files_only=True, dtype=torch.float32, **options).eval()
 
     def decoding(self, prompt: list[int], num_tokens: int) -> float:
         times: list[float] = []

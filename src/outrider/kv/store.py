@@ -10,36 +10,35 @@ from outrider.kv.pages import Page
 
 
 class PageStore:
-    """Keys and values by place: one tensor [places, 2 * kv width] per layer, keys first.
+    """Keys and values of every layer, by place. Memory is reserved and not touched: unused pages cost nothing on a CPU.
 
-    Memory is reserved, not touched: on a CPU the pages nobody used cost nothing.
+    whole: uninitialised [layers, places, keys | values]
     """
 
-    def __init__(
-        self, num_layers: int, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, whole: torch.Tensor, num_heads: int, page_size: int) -> None:
         self.page_size = page_size
-        self.layers = [
-            torch.empty(num_pages * page_size, 2 * width, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
+        self.whole = whole
+        self.layers = list(whole.unbind(0))
+        halves = whole.view(*whole.shape[:2], 2, num_heads, -1).transpose(1, 3)
+        self._keys, self._values = halves.unsqueeze(1).unbind(3)  # [layers, 1, heads, places, head_dim]
+
+    def run(self, places: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of neighbouring places, layer by layer, without a copy. [1, heads, places, head_dim]"""
+        return list(self._keys[..., places, :].unbind(0)), list(self._values[..., places, :].unbind(0))
 
     def copy_page(self, source: Page, target: Page) -> None:
         size = self.page_size
-        for layer in self.layers:
-            layer[target * size : (target + 1) * size] = layer[source * size : (source + 1) * size]
+        self.whole[:, target * size : (target + 1) * size] = self.whole[:, source * size : (source + 1) * size]
 
     def move_places(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        device = self.layers[0].device
-        read, write = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for layer in self.layers:
-            layer.index_copy_(0, write, layer.index_select(0, read))
+        self.whole.index_copy_(1, self._index(targets), self.read(sources))
 
     def read(self, places: Sequence[int]) -> torch.Tensor:
-        """Contents of these places, [layers, places, 2 * width]; for saving."""
-        index = torch.tensor(places, dtype=torch.int64, device=self.layers[0].device)
-        return torch.stack([layer.index_select(0, index) for layer in self.layers])
+        """Contents of these places, [layers, places, keys | values]."""
+        return self.whole.index_select(1, self._index(places))
 
     def write(self, places: Sequence[int], contents: torch.Tensor) -> None:
-        index = torch.tensor(places, dtype=torch.int64, device=self.layers[0].device)
-        for layer, content in zip(self.layers, contents, strict=True):
-            layer.index_copy_(0, index, content.to(layer))
+        self.whole.index_copy_(1, self._index(places), contents.to(self.whole))
+
+    def _index(self, places: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.whole.device)
