@@ -310,3 +310,27 @@ def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:
     fed.clear()
     other = engine.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True, tenant="b")
     assert other.token_ids == first.token_ids and sum(fed) > 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_rows_have_the_same_bits_however_they_come(files: Path, family: str) -> None:
+    """Whole, chunked, one by one, beside others, as a path of a tree, after a prefix hit: equal to the last bit."""
+    backend = TransformerBackend(open_model(files / family), Pages(128, 4), strict=True)
+    tokens = text(43)
+    wanted = feed(backend, opened(backend), tokens)
+    assert error(wanted, truth(reference(family), tokens)) < 1e-4
+    slot, mate = opened(backend), opened(backend)
+    feed(backend, mate, text(9, seed=8))
+    rows = [feed(backend, slot, tokens[:5]), feed(backend, slot, tokens[5:6])]
+    spans = Spans([mate, slot], [9, 6], [3, 20], [1, 20], np.array([*text(3, seed=9), *tokens[6:26]]))
+    rows.append(backend.score(spans).logits[1:])
+    other = text(5, seed=10)
+    tree = [tokens[26], other[0], tokens[27], other[1], tokens[28]]
+    branches = feed(backend, slot, tree, parents={0: [-1, 0, 0, 1, 2]})
+    rows.append(branches[[0, 2, 4]])
+    backend.keep([slot], [29], {slot: [26, 28, 30]})
+    rows += [feed(backend, slot, [token]) for token in tokens[29:]]
+    assert (np.concatenate(rows) == wanted).all()
+    backend.publish(slot, tokens)
+    again = opened(backend, tokens, 60)
+    assert backend.length(again) == 40 and (feed(backend, again, tokens[40:]) == wanted[40:]).all()

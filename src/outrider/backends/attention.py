@@ -42,6 +42,11 @@ class Span:
     def length(self) -> int:
         return self.start + self.count
 
+    @property
+    def positions(self) -> Ints:
+        """Of the fed tokens."""
+        return self.start + self.depths
+
     def visible(self, first: int, last: int, window: int | None) -> Bools:
         """Whether queries `first` to `last` see each key. [queries, length]"""
         positions = np.concatenate([np.arange(self.start), self.start + self.depths])
@@ -98,6 +103,12 @@ def _lone(span: Span, window: int | None, queries: torch.Tensor, store: PageStor
             mask = _mask(visible[None, None, :, low:], queries)
         asking = queries[start:end].unsqueeze(0).transpose(1, 2)
         yield _looking(asking, span.places[low:high], mask, store)
+
+
+def build_lone_query(span: Span, index: int, window: int | None, query: torch.Tensor, store: PageStore) -> Block:
+    """One token of a span and nothing but the keys it sees, in order. query: [1, heads, head_dim]"""
+    visible = span.visible(index, index + 1, window)[0]
+    return _looking(query.unsqueeze(2), span.places[visible], None, store)
 
 
 def _looking(queries: torch.Tensor, places: Ints, mask: torch.Tensor | None, store: PageStore) -> Block:

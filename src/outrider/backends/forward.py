@@ -101,7 +101,7 @@ def run_layers(layers: list[Layer], first: int, held: list[torch.Tensor], work: 
         torch.linalg.vector_norm(rows.x, 2, [-1], True, dtype=torch.float32, out=rows.length)
         torch.div(rows.x, rows.length.hypot_(floor), out=rows.normed)
         torch.mm(rows.normed, layer.gate_up, out=rows.gate_up)
-        rows.x.addmm_(functional.silu(rows.gate).mul_(rows.up), layer.down)
+        rows.x.addmm_(functional.silu(rows.gate, inplace=True).mul_(rows.up), layer.down)
 
 
 def attend(blocks: list[Block], number: int, held: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from outrider.backends.attention import Ints, build_blocks, build_span
+from outrider.backends.attention import Ints, Span, build_blocks, build_lone_query, build_span
 from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_rewind, check_spans
-from outrider.backends.forward import Constants, Rows, Work, compiled, run_layers
+from outrider.backends.forward import Block, Constants, Rows, Work, compiled, run_layers
 from outrider.backends.torch_common import array_of, dtype_for, sampling_for
 from outrider.backends.weights import Loader
 from outrider.errors import BackendError
@@ -27,15 +26,10 @@ from outrider.models.base import ModelFile, TransformerSpec
 from outrider.types import Scores, Slot
 
 FEW = 64  # rows up to which buffers are kept
+TILE = 8  # rows of every product in strict mode
 
 
-class Pass(NamedTuple):
-    """What one forward pass feeds and gives. Spans of one length stand side by side in it."""
-
-    tokens: torch.Tensor  # [N]
-    work: Work
-    wanted: torch.Tensor | None  # the tokens to score, in the caller's order; None: all, as they stand
-    order: torch.Tensor | None  # where each of the caller's tokens stands; None: as they came
+Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]  # logits [rows, columns], hidden states by layer [tokens, width]
 
 
 class TransformerBackend:
@@ -67,7 +61,9 @@ class TransformerBackend:
         )
         self.ops = sampling_for(self.device)
         self.weights = Loader(file, spec, dtype, self.device).load()
-        shape = (spec.num_layers, pages.num_pages * pages.page_size, 2 * spec.num_kv_heads * spec.head_dim)
+        self.strict = strict
+        self._scratch = pages.num_pages * pages.page_size  # a place that belongs to no page
+        shape = (spec.num_layers, self._scratch + 1, 2 * spec.num_kv_heads * spec.head_dim)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         self.store = PageStore(whole, spec.num_kv_heads, pages.page_size)
         self.number = pages.add_store(self.store)  # 0: the target, who opens and closes sequences
@@ -97,7 +93,7 @@ class TransformerBackend:
         check_spans(spans, hidden, self.info, self.length)
         self._make_room(spans)
         with torch.inference_mode():
-            logits, states = self._forward(self._plan(spans), hidden)
+            logits, states = (self._score_strictly if self.strict else self._score_once)(spans, hidden)
         for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
             self.pages.advance(slot, self.number, start + count)
         rows = [rows for rows in spans.rows if rows]
@@ -151,32 +147,73 @@ class TransformerBackend:
             if not self.pages.make_room(slot, start + count):
                 raise BackendError(f"no page is left for slot {slot} ({self.pages.usage}); give the cache more tokens")
 
-    def _plan(self, spans: Spans) -> Pass:
-        """Put spans of one length side by side, and work out where everything is."""
+    def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
+        """Everything in one pass, spans of one length side by side."""
         order = sorted(range(len(spans.slots)), key=spans.counts.__getitem__)
-        pieces = []
-        for index in order:
-            start, count, slot = spans.starts[index], spans.counts[index], spans.slots[index]
-            places = np.asarray(self.pages.places(slot, range(start + count)))
-            pieces.append(build_span(start, count, places, spans.parents.get(index)))
+        pieces = [self._piece(spans, index) for index in order]
         tokens = torch.as_tensor(spans.tokens, device=self.device)
         stands = _where(order, spans.counts)
         moved = None
         if order != sorted(order):
-            ranges = [np.arange(at, at + count) for at, count in zip(stands, spans.counts, strict=True)]
-            moved = torch.from_numpy(np.concatenate(ranges)).to(self.device)
+            moved = torch.tensor(_members(stands, spans.counts, spans.counts), device=self.device)
             tokens = torch.empty_like(tokens).index_copy_(0, moved, tokens)
+        wanted = None
+        if len(order) > 1 or spans.rows != spans.counts:
+            members = _members(stands, spans.counts, spans.rows)
+            wanted = torch.tensor(members, dtype=torch.int64, device=self.device)
         rows = self._rows(len(tokens))
-        self._set_turns(rows, np.concatenate([piece.start + piece.depths for piece in pieces]))
         queries = rows.heads[:, : self.spec.num_heads]
-        places = np.concatenate([piece.places[piece.start :] for piece in pieces])
-        work = Work(
-            rows=rows,
-            places=torch.from_numpy(places).to(self.device),
+        work = self._work(
+            rows,
+            positions=np.concatenate([piece.positions for piece in pieces]),
+            places=np.concatenate([piece.places[piece.start :] for piece in pieces]),
             blocks=[build_blocks(pieces, window, queries, self.store) for window in self._windows],
-            kinds=self._kinds,
         )
-        return Pass(tokens, work, self._wanted(spans, stands), moved)
+        logits, states = self._forward(tokens, work, wanted, hidden)
+        if moved is not None:
+            states = {layer: state.index_select(0, moved) for layer, state in states.items()}
+        return logits, states
+
+    def _score_strictly(self, spans: Spans, hidden: Sequence[int]) -> Scored:
+        """Tiles of one size, each query looking by itself: a row's bits depend on nothing but its own tokens.
+
+        Slower, since short passes pay for whole tiles. What fills a tile up reads and writes the scratch place.
+        """
+        pieces = [self._piece(spans, index) for index in range(len(spans.slots))]
+        filler = Span(0, 1, np.array([self._scratch]), np.zeros(1, dtype=np.int64), None)
+        fed = [(piece, index) for piece in pieces for index in range(piece.count)]
+        num_fed = len(fed)
+        fed += [(filler, 0)] * (-num_fed % TILE)
+        tokens = torch.zeros(len(fed), dtype=torch.int64, device=self.device)
+        tokens[:num_fed] = torch.as_tensor(spans.tokens)
+        rows = self._rows(TILE)
+        queries = rows.heads[:, : self.spec.num_heads]
+        tiles = []
+        for at in range(0, len(fed), TILE):
+            tile = list(enumerate(fed[at : at + TILE]))
+            work = self._work(
+                rows,
+                positions=np.array([piece.positions[index] for _, (piece, index) in tile]),
+                places=np.array([piece.places[piece.start + index] for _, (piece, index) in tile]),
+                blocks=[
+                    [build_lone_query(piece, i, window, queries[row : row + 1], self.store) for row, (piece, i) in tile]
+                    for window in self._windows
+                ],
+            )
+            tiles.append(self._forward(tokens[at : at + TILE], work, None, hidden))
+        members = _members(_where(range(len(pieces)), spans.counts), spans.counts, spans.rows)
+        wanted = torch.tensor(members, dtype=torch.int64, device=self.device)
+        states = {layer: torch.cat([seen[layer] for _, seen in tiles])[:num_fed] for layer in hidden}
+        return torch.cat([logits for logits, _ in tiles])[wanted], states
+
+    def _piece(self, spans: Spans, index: int) -> Span:
+        start, count, slot = spans.starts[index], spans.counts[index], spans.slots[index]
+        places = np.asarray(self.pages.places(slot, range(start + count)))
+        return build_span(start, count, places, spans.parents.get(index))
+
+    def _work(self, rows: Rows, positions: Ints, places: Ints, blocks: list[list[Block]]) -> Work:
+        self._set_turns(rows, positions)
+        return Work(rows, torch.from_numpy(places).to(self.device), blocks, self._kinds)
 
     def _set_turns(self, rows: Rows, positions: Ints) -> None:
         """How far queries and keys turn at these positions; values and what is not rotary stay as they are (1)."""
@@ -186,26 +223,19 @@ class TransformerBackend:
         turning = every[:, : spec.num_heads + spec.num_kv_heads, : angles.shape[1]]
         turning.copy_(torch.polar(self._scale.expand_as(angles), angles).unsqueeze(1))
 
-    def _wanted(self, spans: Spans, stands: Sequence[int]) -> torch.Tensor | None:
-        if len(spans.slots) == 1 and spans.rows == spans.counts:
-            return None
-        wanted: list[int] = []
-        for at, count, rows in zip(stands, spans.counts, spans.rows, strict=True):
-            wanted += range(at + count - rows, at + count)
-        return torch.tensor(wanted, dtype=torch.int64, device=self.device)
-
-    def _forward(self, fed: Pass, hidden: Sequence[int]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Logits of the rows wanted, [R, columns], and the hidden states asked for, [N, width] each."""
-        weights, x = self.weights, fed.work.rows.x
-        x.copy_(weights.embedding[fed.tokens])
+    def _forward(self, tokens: torch.Tensor, work: Work, wanted: torch.Tensor | None, hidden: Sequence[int]) -> Scored:
+        """Logits of the rows wanted (None: all) and the hidden states asked for, of one pass."""
+        weights, x = self.weights, work.rows.x
+        x.copy_(weights.embedding[tokens])
         states: dict[int, torch.Tensor] = {}
-        stops = sorted({*hidden, self.spec.num_layers})
-        for start, stop in pairwise([0, *stops]):
-            self._run_layers(weights.layers[start:stop], start, self.store.layers, fed.work, self._constants)
+        for start, stop in pairwise([0, *sorted({*hidden, self.spec.num_layers})]):
+            self._run_layers(weights.layers[start:stop], start, self.store.layers, work, self._constants)
             if stop in hidden:
-                states[stop] = x.clone() if fed.order is None else x.index_select(0, fed.order)
-        if fed.wanted is not None:
-            x = x.index_select(0, fed.wanted)
+                states[stop] = x.clone()
+        if 0 in hidden:
+            states[0] = weights.embedding[tokens]
+        if wanted is not None:
+            x = x.index_select(0, wanted)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         normed = x / length.hypot_(self._constants.floor) * weights.norm
         return torch.mm(normed.to(x.dtype), weights.output).float(), states
@@ -238,6 +268,15 @@ def _build_rows(count: int, spec: TransformerSpec, like: torch.Tensor) -> Rows:
         gate=gate,
         up=up,
     )
+
+
+def _members(stands: Sequence[int], counts: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """Where the last `rows` tokens of each span stand."""
+    return [
+        at
+        for first, count, wanted in zip(stands, counts, rows, strict=True)
+        for at in range(first + count - wanted, first + count)
+    ]
 
 
 def _where(order: Sequence[int], counts: Sequence[int]) -> list[int]:
