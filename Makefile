@@ -3,10 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test lint format proofs bench clean
+QUESTION ?= Why does a draft model make a language model faster?
 
-run: .venv/.base        ## a demonstration on the mock model
-	$(BIN)/outrider demo
+.PHONY: run test lint format real proofs bench clean
+
+run: .venv/.torch       ## fetch the default model and answer a question with it
+	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
 
 test: lint              ## lint, types and tests
 	$(BIN)/python -m pytest -n auto
@@ -20,11 +22,15 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix src tests examples
 	$(BIN)/ruff format src tests examples
 
+real: .venv/.dev        ## the default model against transformers, 20 answers word by word
+	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py
+
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py
 
-bench: .venv/.base      ## engine time per token on a mock that costs nothing
+bench: .venv/.dev       ## engine time per token on a mock that costs nothing, then the default model beside transformers
 	$(BIN)/outrider bench
+	$(BIN)/outrider bench --model smollm2
 
 clean:
 	rm -rf .venv
@@ -34,6 +40,10 @@ clean:
 	$(INSTALL) -e .
 	touch $@
 
-.venv/.dev: .venv/.base
+.venv/.torch: .venv/.base
+	$(INSTALL) -e '.[torch]'
+	touch $@
+
+.venv/.dev: .venv/.torch
 	$(INSTALL) -e '.[dev]'
 	touch $@

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-import tiny
 from outrider.errors import ModelFileError
 from outrider.models.opening import open_model
+
+import tiny
 from raw_gguf import ARRAY, FLOAT, STRING, U32, RawGGUF, RawTensor, small_llama, text, u32, u64
 
 Change = Callable[[RawGGUF], object]

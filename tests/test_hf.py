@@ -19,8 +19,8 @@ import transformers
 from outrider.backends.base import Spans
 from outrider.backends.hf import HFBackend
 from outrider.errors import BackendError, ConfigError, ModelFileError
-from slot_machine import answers, error, feed, machine, reference
 
+from slot_machine import answers, error, feed, machine, reference
 from tiny import save_folder, save_gguf, tiny
 
 LIMIT = 1e-4

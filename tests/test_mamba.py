@@ -22,8 +22,8 @@ from outrider.errors import BackendError, ConfigError, ModelFileError
 from outrider.models.base import MambaSpec
 from outrider.models.folder import FolderFile
 from outrider.models.gguf import GGUFFile
-from slot_machine import answers, error, feed, machine, reference
 
+from slot_machine import answers, error, feed, machine, reference
 from tiny import gguf_tensors, save_folder, save_gguf, tiny
 
 LIMIT = 1e-4

@@ -16,8 +16,6 @@ import pytest
 import torch
 from gguf import quants
 
-import raw_gguf
-import tiny
 from outrider.errors import MissingPackageError, ModelFileError
 from outrider.models import gguf as gguf_module
 from outrider.models.base import MambaSpec, TransformerSpec
@@ -25,6 +23,9 @@ from outrider.models.folder import FolderFile
 from outrider.models.gguf import GGUFFile
 from outrider.models.gguf_header import STORAGES
 from outrider.models.opening import open_model
+
+import raw_gguf
+import tiny
 
 SCALINGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_type": "linear", "factor": 4.0}),

@@ -62,7 +62,9 @@ def test_only_build_names_concrete_classes() -> None:
             assert not [name for name in concrete if name in path.read_text()], path
 
 
-@pytest.mark.parametrize("code", ["import outrider", "from outrider.cli.main import app", "import outrider.engine.build"])
+@pytest.mark.parametrize(
+    "code", ["import outrider", "from outrider.cli.main import app", "import outrider.engine.build"]
+)
 def test_importing_loads_no_torch(code: str) -> None:
     heavy = "[m for m in ('torch', 'fastapi', 'transformers') if m in sys.modules]"
     assert subprocess.check_output([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], text=True) == "[]\n"
