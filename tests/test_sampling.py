@@ -388,3 +388,24 @@ def test_drafts_travel_between_libraries() -> None:
     assert isinstance(there.tokens, torch.Tensor) and there.probs.dtype == torch.float32
     back = ours.adopt(there)
     assert isinstance(back.tokens, np.ndarray) and back.probs.tolist() == [[0.5, 0.5], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_long_row_is_ranked_as_a_short_one_would_be(seed: int) -> None:
+    """The pruned ranking keeps exactly what the whole sort keeps: flat rows, peaked rows, ties, banned tokens."""
+    from outrider.sampling import warp
+
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((3, 3000)).astype(np.float32) * rng.choice([0.0, 0.01, 1.0, 6.0, 40.0])
+    if seed % 3 == 0:
+        x = np.round(x)  # many ties
+    if seed % 4 == 0:
+        x[:, rng.integers(0, 3000, 2900)] = -np.inf
+    x -= x.max(axis=-1, keepdims=True)
+    top_k = np.array([[math.inf], [rng.integers(1, 3500)], [40.0]], dtype=np.float32)
+    top_p = np.array([[rng.uniform(0.01, 0.999)], [2.0], [0.5]], dtype=np.float32)
+    pruned = warp._keep_ranked(np, x, top_k, top_p)
+    order = np.argsort(-x, axis=-1, stable=True)
+    ranked = np.take_along_axis(x, order, axis=-1)
+    ranked = np.where(np.arange(3000) < top_k, ranked, -np.inf)
+    assert (pruned == warp._keep_mass(np, x, order, ranked, top_p)).all()

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import is_numpy_namespace
 
 from outrider.errors import BackendError, OutriderError, RequestError
-from outrider.sampling.noise import Stream
+from outrider.sampling.noise import PRUNED, Stream
 from outrider.types import Array, Job, SamplingParams
 
 # row -> its job, and the drafted tokens between the job's own tokens and this row; asked only where a control needs it
@@ -205,11 +206,40 @@ def _penalise(xp: Any, x: Array, rows: Sequence[int], history: History) -> None:
 
 def _keep_ranked(xp: Any, x: Array, top_k: Array, top_p: Array) -> Array:
     """The top_k highest, and of those the fewest whose mass reaches top_p. [r, V]; ties go to the lowest id."""
+    if x.shape[1] >= PRUNED and is_numpy_namespace(xp):
+        return np.stack([_keep_ranked_row(row, k, p) for row, k, p in zip(x, top_k[:, 0], top_p[:, 0], strict=True)])
     order = xp.argsort(-x, axis=-1, stable=True)
     ranked = xp.take_along_axis(x, order, axis=-1)
     rank = xp.arange(x.shape[1], dtype=xp.float32, device=x.device)
     ranked = xp.where(rank < top_k, ranked, -xp.inf)
     return _keep_mass(xp, x, order, ranked, top_p)
+
+
+def _keep_ranked_row(row: Array, top_k: float, top_p: float) -> Array:
+    """The same for one long row of numpy's, whose highest is 0, without sorting what cannot be chosen. [V]
+
+    Sorting 50,000 numbers takes 5 ms, and all but a few hundred of them are out of reach: tokens above a floor are
+    ranked, and the floor falls until they are enough.
+    """
+    total = math.inf
+    if top_k == math.inf:
+        total = top_p * float(np.cumsum(np.exp(row), dtype=np.float64)[-1])
+    for floor in (-8.0, -24.0, -math.inf):
+        likely = np.flatnonzero(row > floor)
+        order = likely[np.argsort(-row[likely], kind="stable")]
+        if top_k != math.inf:
+            order = order[: int(top_k)]
+        mass = np.exp(row[order])
+        running = np.cumsum(mass, dtype=np.float64)
+        enough = running[-1] >= total if top_k == math.inf else len(order) == top_k
+        if enough:
+            break
+    if top_k != math.inf:
+        total = top_p * float(running[-1])
+    kept = order[running - mass < total]
+    out = np.full_like(row, -np.inf)
+    out[kept] = row[kept]
+    return out
 
 
 def _keep_typical(xp: Any, x: Array, typical_p: Array) -> Array:
