@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-QUESTION ?= Why does a draft model make a language model faster?
+QUESTION ?= What is the capital of France, and what is it known for?
 
 .PHONY: run test lint format real proofs bench clean
 

@@ -1,7 +1,7 @@
 """Outrider: speculative decoding that keeps exactly what the target model would have said itself.
 
-engine = outrider.Engine.load("mock")
-print(engine.generate(" the", max_tokens=40).text)
+engine = outrider.Engine.load("smollm2")
+print(engine.generate("Once upon a time", max_tokens=40).text)
 """
 
 from __future__ import annotations

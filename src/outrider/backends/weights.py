@@ -32,7 +32,7 @@ class Loader:
 
     def load(self) -> Weights:
         """Everything, with a bar while somebody watches: decoding a large quantised file takes its time."""
-        total = sum(map(math.prod, self.file.shapes.values()))
+        total = sum(map(math.prod, self.file.shapes.values())) * self.dtype.itemsize
         with progress(total, f"loading {self.file.name}") as self._advance:
             return self._load()
 
@@ -66,7 +66,7 @@ class Loader:
             tensor = tensor_of(self.file.read(name))
             whole[start : start + shape[0]] = tensor if scale is None else tensor * scale
             start += shape[0]
-            self._advance(math.prod(shape))
+            self._advance(math.prod(shape) * self.dtype.itemsize)
         return whole
 
     def _paired(self, qkv: torch.Tensor) -> torch.Tensor:
