@@ -17,6 +17,10 @@ def check_caches(engine: Engine) -> None:
     """The target holds tokens[:-1] (a prefix of the prompt while it reads), the draft a prefix, and nobody else any."""
     loop = engine.loop
     loop.check()
+    pages = getattr(loop.target, "pages", None)
+    if pages is not None:
+        pages.check()
+        assert pages.leases.keys() == {job.slot for job in loop.scheduler.running}, "pages are held by nobody"
     if isinstance(loop.target, MockBackend):
         assert loop.target.num_slots == len(loop.scheduler.running), "the target holds slots of nobody"
         for job in loop.scheduler.running:

@@ -266,6 +266,22 @@ def test_wrong_spans_are_refused(files: Path) -> None:
     assert error(feed(backend, slot, [1]), truth(reference("llama"), [*text(30), 1])[-1:]) < 1e-4
 
 
+def compare_caches(engine: Engine, dense: Sequence[TransformerBackend]) -> None:
+    """After a round, target and draft hold what a fresh pass over the emitted tokens would write, place by place."""
+    target, draft = engine.loop.target, engine.loop.drafter.backend
+    for job in engine.loop.scheduler.running:
+        for backend, fresh in zip((target, draft), dense, strict=True):
+            length = backend.length(job.slot)
+            assert length <= len(job.tokens) - 1
+            if length:
+                slot = opened(fresh)
+                feed(fresh, slot, job.tokens[:length], rows=0)
+                held = backend.store.read(backend.pages.places(job.slot, range(length))).numpy()
+                wanted = fresh.store.read(fresh.pages.places(slot, range(length))).numpy()
+                fresh.close(slot)
+                assert error(held, wanted) < 1e-4, f"{job.request_id}, store {backend.number}"
+
+
 def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
     """Greedy and seeded tokens do not depend on draft, width, sharing of pages or batch mates."""
     save_folder(tiny("llama", seed=0), files / "target")
@@ -279,6 +295,17 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
     plain = Engine.load(files / "target", cache_tokens=2000)
     engine = Engine.load(files / "target", draft=files / "draft", width=4, prefill_chunk=16, cache_tokens=2000)
     assert engine.loop.drafter.shares_slots
+    dense = [load(files / name) for name in ("target", "draft")]
+    step, num_compared = engine.step, 0
+
+    def compared() -> Any:
+        nonlocal num_compared
+        events = step()
+        compare_caches(engine, dense)
+        num_compared += 1
+        return events
+
+    engine.step = compared
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
         wanted = [plain.generate(prompt, **settings, **sampling).token_ids for prompt in prompts]
         for _ in range(2):  # the second time the prefixes are known, to target and draft
@@ -287,6 +314,7 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
             assert all(result.statistics.acceptance_rate > 0.5 for result in results)
         engine.loop.target.pages.check()
         assert engine.loop.target.pages.usage.held == 0
+    assert num_compared > 40
 
 
 def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:

@@ -112,8 +112,9 @@ def _with_length(engine: Engine, tokens: list[int], settings: Mapping[str, Any])
 def _write(event: Event, pieces: list[str]) -> None:
     """A round's text, what was drafted and kept in another colour."""
     kept = "".join(pieces[: event.accepted])
-    colour = False if "NO_COLOR" in os.environ else None  # None: only on a terminal
-    typer.secho(kept, fg="green", nl=False, color=colour)
+    if kept:
+        colour = False if "NO_COLOR" in os.environ else None  # None: only on a terminal
+        typer.secho(kept, fg="green", nl=False, color=colour)
     typer.echo(event.text[len(kept) :], nl=False)
     sys.stdout.flush()
 

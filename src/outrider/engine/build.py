@@ -1,4 +1,4 @@
-"""Putting an engine together: the only place that names concrete classes. What does not fit is said here, once."""
+"""Putting an engine together: concrete classes are named only here and in `loading.py`. Misfits are told once, here."""
 
 from __future__ import annotations
 
