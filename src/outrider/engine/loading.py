@@ -91,10 +91,12 @@ def _backend(
     if not isinstance(file.spec, TransformerSpec):
         from outrider.backends.mamba import MambaBackend
 
-        _refuse_strict(config, file.name)
+        _refuse_strict(config, f"{file.name}, a recurrent model")
         return MambaBackend(file, vocab_size=vocab_size, context=config.context, device=str(device))
     from outrider.backends.transformer import TransformerBackend
 
+    if device.type != "cpu":
+        _refuse_strict(config, f"{device.type} yet")
     return TransformerBackend(
         file,
         shared or _pages([file.spec], config, device),
@@ -114,7 +116,7 @@ def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
 
     loaded = []
     for path in paths:
-        _refuse_strict(config, path.name)
+        _refuse_strict(config, f"{path.name} on the hf backend")
         tokenizer = tokenizer_of(path)
         vocab_size = None if tokenizer is None else tokenizer.vocab_size
         backend = HFBackend.from_path(path, device=str(device), vocab_size=vocab_size, context=config.context)
@@ -150,6 +152,8 @@ def _pages(specs: Sequence[TransformerSpec], config: ModelConfig, device: torch.
     return Pages(-(-tokens // config.page_size), config.page_size)
 
 
-def _refuse_strict(config: ModelConfig, name: str) -> None:
+def _refuse_strict(config: ModelConfig, what: str) -> None:
     if config.strict:
-        raise ConfigError(f"strict is not offered for {name}; leave it out, or use a transformer", param="strict")
+        raise ConfigError(
+            f"strict is not offered for {what}; leave it out, or run a transformer on the CPU", param="strict"
+        )
