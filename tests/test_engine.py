@@ -21,7 +21,7 @@ from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import BackendError, DraftError, RequestError, TokenRangeError, VocabularyError
-from outrider.types import FinishReason, Job, Request, Scores
+from outrider.types import FinishReason, Job, Request, Scores, Slot
 
 CONFIG = MockConfig(vocab_size=26, seed=3)
 DRAFT = replace(CONFIG, drift=0.6)
@@ -957,3 +957,20 @@ def test_user_logits_processors_hold_under_speculation() -> None:
     assert all(a != b for a, b in zip(result.token_ids, result.token_ids[1:], strict=False))
     assert result.token_ids == engine.generate([1], width=0, **settings).token_ids
     assert result.statistics.accepted > 0
+
+
+def test_a_job_whose_cache_cannot_be_shared_fails_alone() -> None:
+    """It fails on its last round, when it is told to share: its neighbour goes on, and reads nothing of it."""
+
+    class Shy(MockBackend):
+        def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
+            if tokens[0] == 7 and len(tokens) > 3:
+                raise RuntimeError("no")
+
+    engine = Engine.load(Shy(CONFIG), width=0)
+    with pytest.raises(BackendError, match="the target failed while sharing its cache: RuntimeError: no") as caught:
+        engine.generate([[7, 1], [2, 3]], max_tokens=5, seed=1)
+    failed, other = caught.value.results
+    assert failed is None and other is not None and len(other.token_ids) == 5
+    nothing_left(engine)
+    assert "prompt" not in repr(engine._intake.job(Request(prompt=[1, 2]), "name", 0.0))

@@ -281,6 +281,46 @@ def test_shortage_is_a_value_and_promises_are_kept() -> None:
     assert pages.usage == Usage(free=1, held=3, idle=0, promised=0)
 
 
+def test_what_a_rewind_gives_back_stays_promised() -> None:
+    pages = account(4)
+    slot = pages.open((), 12)
+    assert slot is not None and pages.make_room(slot, 12)
+    pages.advance(slot, TARGET, 12)
+    pages.rewind(slot, TARGET, 3)
+    assert pages.usage == Usage(free=3, held=1, idle=0, promised=2)
+    assert pages.open((), 8) is None and pages.make_room(slot, 12)
+
+
+@pytest.mark.parametrize("first", ["original", "fork"])
+def test_after_a_fork_both_reach_their_limit_whoever_writes_first(first: str) -> None:
+    pages = account(8)
+    slot = pages.open((), 16)
+    assert slot is not None and pages.make_room(slot, 6)
+    pages.advance(slot, TARGET, 6)
+    other = pages.fork(slot)
+    assert other is not None
+    assert pages.open((), 4) is None, "everything that is left is promised to the two"
+    for one in (slot, other) if first == "original" else (other, slot):
+        assert pages.make_room(one, 16)
+        pages.advance(one, TARGET, 16)
+    pages.check()
+
+
+def test_a_draft_that_reads_again_after_a_rewind_is_found_again() -> None:
+    """Publish, go back, write other tokens, publish: the hit is whole for the draft, too."""
+    pages = account(12, stores=2)
+    slot = fill(pages, range(12), stores=[TARGET, DRAFT])
+    pages.rewind(slot, TARGET, 4)
+    tokens = [*range(4), *range(20, 28)]
+    assert pages.make_room(slot, 12)
+    pages.advance(slot, TARGET, 12)
+    pages.advance(slot, DRAFT, 12)
+    pages.publish(slot, tokens)
+    pages.close(slot)
+    again = pages.open([*tokens, 1], 13)
+    assert again is not None and (pages.length(again, TARGET), pages.length(again, DRAFT)) == (12, 12)
+
+
 def test_going_back_into_a_published_page_copies_it() -> None:
     pages = account(6)
     slot = fill(pages, range(8))

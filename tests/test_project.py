@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outrider"
 # A module imports only lower ranks or its own package; spec and sched share a rank and stay strangers.
 RANK = {
-    **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "clock"), 0),
+    **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "clock", "jsonfile"), 0),
     **dict.fromkeys(("tokenizer", "sampling", "kv", "models"), 1),
     "backends": 2,
     "draft": 3,
@@ -44,7 +44,7 @@ def internal_imports() -> Iterator[tuple[str, str]]:
 def test_layers() -> None:
     own = {"__version__"}
     within_rank_0 = {("types", "errors"), ("types", "metrics"), ("types", "checks")}
-    within_rank_0 |= {("config", "errors"), ("config", "checks"), ("checks", "errors")}
+    within_rank_0 |= {("config", "errors"), ("config", "checks"), ("checks", "errors"), ("jsonfile", "errors")}
     checked = 0
     for package, imported in internal_imports():
         if package == "__init__" or imported in own:

@@ -241,6 +241,10 @@ class Job:
     error: BaseException | None = None
     id: int = field(default_factory=lambda: next(_job_ids))
 
+    def __repr__(self) -> str:
+        """Without its text: it may stand in an error that another caller reads."""
+        return f"Job({self.request_id})"
+
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]

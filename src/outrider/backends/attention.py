@@ -80,7 +80,7 @@ def build_blocks(spans: Sequence[Span], window: int | None, queries: torch.Tenso
     first = at = 0
     while at < len(spans):
         end = at + 1
-        while end < len(spans) and spans[end].count == spans[at].count <= BLOCK:
+        while end < len(spans) and _goes_with(spans[end], spans[at]):
             end += 1
         last = first + (end - at) * spans[at].count
         if end == at + 1:
@@ -89,6 +89,11 @@ def build_blocks(spans: Sequence[Span], window: int | None, queries: torch.Tenso
             blocks.append(_batch(spans[at:end], window, queries[first:last]))
         first, at = last, end
     return blocks
+
+
+def _goes_with(span: Span, first: Span) -> bool:
+    """Short spans of one length are attended to together, but none is padded to much more than its own keys."""
+    return span.count == first.count <= BLOCK and span.length <= 2 * max(first.length, BLOCK)
 
 
 def _lone(span: Span, window: int | None, queries: torch.Tensor, store: PageStore) -> Iterator[Block]:

@@ -20,6 +20,7 @@ import numpy as np
 from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_chains, check_rewind, check_spans
 from outrider.errors import BackendError, MissingPackageError, ModelFileError
+from outrider.models.gguf import end_tokens, read_metadata
 from outrider.types import Scores, Slot
 
 try:
@@ -93,7 +94,7 @@ class HFBackend:
         path = Path(path)
         model = _load(path, torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
         if eos_ids is None:
-            eos_ids = _eos_ids(model)
+            eos_ids = _eos_ids(path, model)
         return cls(
             model,
             vocab_size=vocab_size,
@@ -218,14 +219,16 @@ def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The generation settings know best; the configuration names one, too."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+def _eos_ids(path: Path, model: PreTrainedModel) -> tuple[int, ...]:
+    """As our own readers find them: a GGUF file's keys and texts, or the generation settings and the configuration."""
+    config = model.config.get_text_config()
+    if path.is_file():
+        return end_tokens(path, read_metadata(path), config.vocab_size)
+    ids: list[int] = []
+    for source in (model.generation_config, model.config, config):
+        given = getattr(source, "eos_token_id", None)
+        ids += [] if given is None else [given] if isinstance(given, int) else given
+    return tuple(dict.fromkeys(ids))
 
 
 def _exported(value: Any) -> Any:

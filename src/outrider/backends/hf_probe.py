@@ -76,6 +76,8 @@ class Calls:
             for index in hidden:
                 hooks.enter_context(self._taking(index, taken))
             output = self.model(input_ids=tokens[None], use_cache=True, return_dict=True, **arguments)
+        if output.get(self._cache_name) is None:
+            raise ConfigError(f"{type(self.model).__name__} returns no {self._cache_name}", param="model")
         logits = output.logits[0]  # [T, V], or fewer rows
         return Step(logits[len(logits) - rows :].float(), output[self._cache_name], taken)
 
@@ -97,18 +99,21 @@ class Calls:
 def probe(calls: Calls, name: str, context: int) -> Found:
     """Read a few tokens in several ways. A model that does not continue its own cache is refused."""
     num_columns = calls.forward(_tokens(calls, [0]), None, 1).logits.shape[-1]
-    tokens = _tokens(calls, [(7 * index + 1) % num_columns for index in range(NUM_TOKENS)])
-    whole = calls.forward(tokens, None, NUM_TOKENS)
+    count = max(2, min(NUM_TOKENS, context))
+    tokens = _tokens(calls, [(7 * index + 1) % num_columns for index in range(count)])
+    whole = calls.forward(tokens, None, count)
     if not hasattr(whole.cache, "layers"):
         raise ConfigError(f"the cache of {name} is a {type(whole.cache).__name__}; only a Cache with layers will do")
-    single = max(_error(calls, tokens, whole.logits, counts) for counts in ([8] + [1] * 8, [1] * 16))
+    half = count // 2
+    single = max(_error(calls, tokens, whole.logits, cuts) for cuts in ([half] + [1] * (count - half), [1] * count))
     exact = calls.model.dtype == torch.float32
     if single > (TOO_FAR if exact else TOO_FAR_IN_HALF):
         raise ConfigError(
             f"{name} does not continue its own cache: fed token by token its logits are off by {single:.1%}",
             param="model",
         )
-    chunked = _error(calls, tokens, whole.logits, [8, 7, 1]) < TIMES_ROUNDING * max(single, ROUNDING)
+    thirds = [half, count - half - 1, 1] if count > 2 else [1, 1]
+    chunked = _error(calls, tokens, whole.logits, thirds) < TIMES_ROUNDING * max(single, ROUNDING)
     crops = _crops(calls, tokens)
     return Found(
         chunked=chunked and (crops or exact),
@@ -152,14 +157,15 @@ def _drops(cache: Any, context: int) -> bool:
 
 def _crops(calls: Calls, tokens: Tensor) -> bool:
     """Whether the cache goes back without a trace."""
-    start = calls.forward(tokens[:4], None, 0).cache
-    straight = calls.forward(tokens[5:6], deepcopy(start), 1)
-    detour = calls.forward(tokens[4:5], deepcopy(start), 1)
+    held = min(4, len(tokens) - 1)
+    start = calls.forward(tokens[:held], None, 0).cache
+    straight = calls.forward(tokens[held : held + 1], deepcopy(start), 1)
+    detour = calls.forward(tokens[:1], deepcopy(start), 1)
     try:
         detour.cache.crop(-1)
     except Exception:  # whatever it says, it means no
         return False
-    return torch.equal(calls.forward(tokens[5:6], detour.cache, 1).logits, straight.logits)
+    return torch.equal(calls.forward(tokens[held : held + 1], detour.cache, 1).logits, straight.logits)
 
 
 def _layers(model: PreTrainedModel) -> Sequence[Module]:

@@ -128,6 +128,7 @@ class MambaBackend:
         wanted = [at for end, rows in zip(begins[1:], spans.rows, strict=True) for at in range(end - rows, end)]
 
         groups = self._groups(spans, order)
+        self.states.begin(spans.slots, spans.counts)
         x = self._embedding[tokens].float()  # [N, width]; the residual stream stays float32
         given = {0: x[places]} if 0 in hidden else {}
         for index, layer in enumerate(self._layers):

@@ -104,7 +104,7 @@ class TransformerBackend:
             if paths and slot in paths:
                 path, held = list(paths[slot]), self.length(slot)
                 start = length - len(path)
-                if not all(start <= place < held for place in path):
+                if start < 0 or sorted(set(path)) != path or not all(start <= place < held for place in path):
                     raise BackendError(f"slot {slot} holds {held} tokens and cannot keep places {path} as its last")
                 self.pages.move(slot, self.number, path, start)
             self.rewind(slot, length)
@@ -119,9 +119,11 @@ class TransformerBackend:
             self.pages.rewind(slot, self.number, length)
 
     def fork(self, slot: Slot) -> Slot | None:
+        self.length(slot)  # says so when there is no such slot
         return self.pages.fork(slot)
 
     def close(self, slot: Slot) -> None:
+        self.length(slot)
         if self.number == 0:
             self.pages.close(slot)
         else:  # the target still holds the sequence, or is about to close it
@@ -149,7 +151,7 @@ class TransformerBackend:
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass, spans of one length side by side."""
-        order = sorted(range(len(spans.slots)), key=spans.counts.__getitem__)
+        order = sorted(range(len(spans.slots)), key=lambda index: (spans.counts[index], spans.starts[index]))
         pieces = [self._piece(spans, index) for index in order]
         tokens = torch.as_tensor(spans.tokens, device=self.device)
         stands = _where(order, spans.counts)
@@ -189,6 +191,8 @@ class TransformerBackend:
         rows = self._rows(TILE)
         queries = rows.heads[:, : self.spec.num_heads]
         tiles = []
+        members = _members(_where(range(len(pieces)), spans.counts), spans.counts, spans.rows)
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
         for at in range(0, len(fed), TILE):
             tile = list(enumerate(fed[at : at + TILE]))
             work = self._work(
@@ -200,15 +204,16 @@ class TransformerBackend:
                     for window in self._windows
                 ],
             )
-            tiles.append(self._forward(tokens[at : at + TILE], work, None, hidden))
-        members = _members(_where(range(len(pieces)), spans.counts), spans.counts, spans.rows)
-        wanted = torch.tensor(members, dtype=torch.int64, device=self.device)
-        states = {layer: torch.cat([seen[layer] for _, seen in tiles])[:num_fed] for layer in hidden}
-        return torch.cat([logits for logits, _ in tiles])[wanted], states
+            rows_here = [member - at for member in members if at <= member < at + TILE]
+            logits, states = self._forward(tokens[at : at + TILE], work, None if rows_here else none, hidden)
+            tiles.append((logits[rows_here], states))
+        every = {layer: torch.cat([states[layer] for _, states in tiles])[:num_fed] for layer in hidden}
+        return torch.cat([logits for logits, _ in tiles]), every
 
     def _piece(self, spans: Spans, index: int) -> Span:
         start, count, slot = spans.starts[index], spans.counts[index], spans.slots[index]
-        places = np.asarray(self.pages.places(slot, range(start + count)))
+        pages, size, at = np.asarray(self.pages.leases[slot].pages), self.pages.page_size, np.arange(start + count)
+        places = pages[at // size] * size + at % size
         return build_span(start, count, places, spans.parents.get(index))
 
     def _work(self, rows: Rows, positions: Ints, places: Ints, blocks: list[list[Block]]) -> Work:

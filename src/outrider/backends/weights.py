@@ -13,7 +13,7 @@ import torch
 
 from outrider.backends.forward import Layer
 from outrider.backends.torch_common import tensor_of
-from outrider.models.base import ModelFile, TransformerSpec
+from outrider.models.base import ModelFile, TransformerSpec, check_shapes
 from outrider.models.cache import progress
 
 
@@ -32,6 +32,7 @@ class Loader:
 
     def load(self) -> Weights:
         """Everything, with a bar while somebody watches: decoding a large quantised file takes its time."""
+        check_shapes(self.file)  # below, one bias or norm stands for all of its kind
         total = sum(map(math.prod, self.file.shapes.values())) * self.dtype.itemsize
         with progress(total, f"loading {self.file.name}") as self._advance:
             return self._load()

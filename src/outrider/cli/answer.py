@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import typer
 
 from outrider.cli.options import USUAL_LENGTH
 from outrider.engine.engine import Engine
+from outrider.engine.stream import Stream
 from outrider.types import Event, FinishReason, Result
 
 REPORTED = "rounds drafted accepted rejected bonus acceptance_rate tokens_per_round accepted_by_position fallbacks"
@@ -80,19 +83,14 @@ def ask(engine: Engine, tokens: list[int], settings: Mapping[str, Any], load_s: 
         tokens, **_with_length(engine, tokens, settings), on_token=lambda _, piece: pieces.append(piece)
     )
     first: tuple[float, int] | None = None
-    while True:
-        try:
-            event = next(stream)
-        except KeyboardInterrupt:
-            stream.cancel()
-            continue
-        if event.tokens and first is None:
-            first = (time.perf_counter(), len(event.tokens))
-        if show:
-            _write(event, pieces)
-        pieces.clear()
-        if event.result is not None:
-            break
+    with _interrupts_cancel(stream):
+        for event in stream:
+            if event.tokens and first is None:
+                first = (time.perf_counter(), len(event.tokens))
+            if show:
+                _write(event, pieces)
+            pieces.clear()
+    assert event.result is not None, "the last event carries the result"
     ended = time.perf_counter()
     if show:
         typer.echo()
@@ -100,6 +98,21 @@ def ask(engine: Engine, tokens: list[int], settings: Mapping[str, Any], load_s: 
     rest, decode_s = len(event.result.token_ids) - num_first, ended - first_at
     speed = rest / decode_s if rest and decode_s else 0.0
     return Answer(event.result, engine.method, Timing(load_s, first_at - started, decode_s, speed))
+
+
+@contextmanager
+def _interrupts_cancel(stream: Stream) -> Iterator[None]:
+    """Ctrl-C ends the answer when its pass is done; raised inside a pass it would tear the cache. Twice is for good."""
+
+    def cancel(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _with_length(engine: Engine, tokens: list[int], settings: Mapping[str, Any]) -> dict[str, Any]:

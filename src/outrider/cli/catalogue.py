@@ -54,9 +54,12 @@ def _listed(name: str, source: str) -> Listed:
 
 def _cached_sources() -> list[str]:
     """What is in the cache folder, as somebody would ask for it."""
-    packages = [f"pypi:{folder.name}" for folder in (cache_folder() / "pypi").glob("[!.]*")]
-    repositories = [folder.name.removeprefix("models--") for folder in (cache_folder() / "hf").glob("models--*")]
-    return sorted(packages) + sorted(f"hf:{name.replace('--', '/', 1)}" for name in repositories)
+    sources = [f"pypi:{folder.name}" for folder in (cache_folder() / "pypi").glob("[!.]*")]
+    for folder in (cache_folder() / "hf").glob("models--*"):
+        repository = f"hf:{folder.name.removeprefix('models--').replace('--', '/', 1)}"
+        files = [file for snapshot in folder.glob("snapshots/*") for file in snapshot.rglob("*.gguf")]
+        sources += [f"{repository}:{file.name}" for file in files] or [repository]
+    return sorted(set(sources))
 
 
 def show_model(model: str, tensors: bool, as_json: bool) -> None:
@@ -101,7 +104,9 @@ def _readable(name: str, value: Any) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
-    return {None: "-", True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
 
 
 def _num_bytes(path: Path) -> int:

@@ -30,6 +30,9 @@ def main() -> None:
     except OutriderError as error:
         print(f"outrider: {error.message}", file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from None
+    except OSError as error:  # a full disk, a folder that cannot be written, ...
+        print(f"outrider: {error}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(1) from None
 
 
 def _version(wanted: bool) -> None:
@@ -149,6 +152,8 @@ def bench(
     from outrider.cli.benches import show_model_speed, show_overhead
 
     if model is None:
+        if threads is not None:
+            raise typer.BadParameter("goes with --model", param_hint="--threads")
         show_overhead(quick, as_json)
     else:
         show_model_speed(model, quick, as_json, threads)

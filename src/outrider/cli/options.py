@@ -67,14 +67,16 @@ def loading(
     context: int | None,
 ) -> dict[str, Any]:
     """Arguments of `Engine.load`."""
-    if width != "auto" and not width.lstrip("-").isdigit():
-        raise typer.BadParameter(f"takes auto or a whole number, got {width!r}", param_hint="--width")
+    try:
+        chosen = None if width == "auto" else int(width)
+    except ValueError:
+        raise typer.BadParameter(f"takes auto or a whole number, got {width!r}", param_hint="--width") from None
     if backend == "mock" and model == DEFAULT:
         model = "mock"
     return {
         "target": model,
         "draft": draft,
-        "width": None if width == "auto" else int(width),
+        "width": chosen,
         "backend": backend,
         "device": device,
         "strict": strict,

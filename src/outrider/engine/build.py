@@ -95,8 +95,12 @@ def _load(target: Named | MockConfig | Backend, draft: Draft, config: ModelConfi
             raise ConfigError(
                 f"a mock does not run on the {config.backend} backend; name a real model", param="backend"
             )
+        if not isinstance(draft, (str, os.PathLike)):
+            _refuse_unused(config, "a mock")
         return _beside(MockBackend(target, clock=clock), draft, mock_tokenizer(target.vocab_size), config)
     if not isinstance(target, (str, os.PathLike)):
+        if not isinstance(draft, (str, os.PathLike)):
+            _refuse_unused(config, "a backend that is here already")
         return _beside(target, draft, None, config)
     if config.backend == "mock":
         raise ConfigError(f"{target} is no mock; name one of the mocks, or another backend", param="backend")
@@ -106,6 +110,13 @@ def _load(target: Named | MockConfig | Backend, draft: Draft, config: ModelConfi
         return Models(first.backend, draft, first.tokenizer)  # type: ignore[arg-type]
     _check_tokens(first, second)
     return Models(first.backend, second.backend, first.tokenizer, shares_slots)
+
+
+def _refuse_unused(config: ModelConfig, what: str) -> None:
+    """Settings of loading that nothing would be loaded with."""
+    for name in ("device", "threads", "context", "cache_tokens", "strict"):
+        if getattr(config, name) != getattr(ModelConfig(), name):
+            raise ConfigError(f"{name} is for models that are loaded by name, not for {what}; leave it out", param=name)
 
 
 def _beside(target: Backend, draft: Draft, tokenizer: Tokenizer | None, config: ModelConfig) -> Models:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 Named = str | os.PathLike[str]
-CONTEXTS = 4  # that the cache holds at once, where memory allows
+log = logging.getLogger("outrider")
+CONTEXTS = 4  # that the cache holds at once, where memory allows; on a CPU what is never used costs nothing
 MEMORY_SHARE = 0.5  # of the free memory that keys and values may fill
 
 
@@ -77,18 +80,22 @@ def _load(paths: Sequence[Path], config: ModelConfig) -> tuple[list[Loaded], boo
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
     device = _device(config)
     specs = [file.spec for file in files if isinstance(file.spec, TransformerSpec)]
-    shared = _pages(specs, config, device) if len(specs) == len(files) else None
+    weights = sum(math.prod(shape) for file in files for shape in file.shapes.values())
+    shared = _pages(specs, weights, config, device) if len(specs) == len(files) else None
     loaded = []
     for file, tokenizer in zip(files, tokenizers, strict=True):
         vocab_size = None if tokenizer is None else min(tokenizer.vocab_size, file.spec.num_columns)
-        loaded.append(Loaded(_backend(file, shared, vocab_size, config, device), tokenizer))
+        pages = shared
+        if pages is None and isinstance(file.spec, TransformerSpec):
+            pages = _pages([file.spec], weights, config, device)
+        loaded.append(Loaded(_backend(file, pages, vocab_size, config, device), tokenizer))
     return loaded, shared is not None
 
 
 def _backend(
-    file: ModelFile, shared: Pages | None, vocab_size: int | None, config: ModelConfig, device: torch.device
+    file: ModelFile, pages: Pages | None, vocab_size: int | None, config: ModelConfig, device: torch.device
 ) -> Backend:
-    if not isinstance(file.spec, TransformerSpec):
+    if pages is None:
         from outrider.backends.mamba import MambaBackend
 
         _refuse_strict(config, f"{file.name}, a recurrent model")
@@ -97,19 +104,23 @@ def _backend(
 
     if device.type != "cpu":
         _refuse_strict(config, f"{device.type} yet")
-    return TransformerBackend(
-        file,
-        shared or _pages([file.spec], config, device),
-        vocab_size=vocab_size,
-        context=config.context,
-        device=str(device),
-        strict=config.strict,
-    )
+    try:
+        return TransformerBackend(
+            file, pages, vocab_size=vocab_size, context=config.context, device=str(device), strict=config.strict
+        )
+    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise ConfigError(
+            f"{file.name} does not fit into memory with a cache of {pages.num_pages * pages.page_size} tokens "
+            f"({str(error).splitlines()[0]}); set a smaller cache_tokens or context, or take a smaller model",
+            param="cache_tokens",
+        ) from error
 
 
 def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
     """Models that transformers runs for us."""
     device = _device(config)
+    if config.cache_tokens is not None:
+        raise ConfigError("the hf backend sizes its own caches; leave cache_tokens out", param="cache_tokens")
     if find_spec("transformers") is None:
         raise MissingPackageError("the hf backend needs transformers; install it with pip install 'outrider[hf]'")
     from outrider.backends.hf import HFBackend
@@ -139,17 +150,24 @@ def _device(config: ModelConfig) -> torch.device:
     return torch.device(name)
 
 
-def _pages(specs: Sequence[TransformerSpec], config: ModelConfig, device: torch.device) -> Pages:
-    """Pages for the keys and values of these models, which keep them under the same ids."""
+def _pages(specs: Sequence[TransformerSpec], weights: int, config: ModelConfig, device: torch.device) -> Pages:
+    """Pages for the keys and values of these models, which keep them under the same ids.
+
+    weights: numbers that are about to be loaded, of all models together.
+    """
     from outrider.backends.torch_common import dtype_for, free_memory
 
-    tokens = config.cache_tokens
-    if tokens is None:
-        values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
-        affordable = int(MEMORY_SHARE * free_memory(device)) // (values * dtype_for(device).itemsize)
-        context = min(specs[0].context, config.context or specs[0].context)
-        tokens = max(2, min(CONTEXTS * context, affordable))
-    return Pages(-(-tokens // config.page_size), config.page_size)
+    size = config.page_size
+    if config.cache_tokens is not None:
+        return Pages(-(-config.cache_tokens // size), size)
+    values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
+    number = dtype_for(device).itemsize
+    spare = max(0, free_memory(device) - weights * number)
+    affordable = int(MEMORY_SHARE * spare) // (values * number * size)
+    pages_of_a_context = -(-min(specs[0].context, config.context or specs[0].context) // size)
+    if affordable < pages_of_a_context:
+        log.warning("memory is short: the cache holds %d tokens instead of a whole context", max(1, affordable) * size)
+    return Pages(max(1, min(CONTEXTS * pages_of_a_context, affordable)), size)
 
 
 def _refuse_strict(config: ModelConfig, what: str) -> None:

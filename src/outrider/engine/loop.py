@@ -188,11 +188,13 @@ class Loop:
         self._publish(plan, sound)
         self._count(plan, drafts, times, emissions)
         for job, event, _, reason, error in emissions:
+            if job.done:  # its cache failed on the way: it has its error
+                continue
             if error is not None:
                 self._fail(job, error)
             elif reason is not None:
                 self.end(job, reason, event)
-            elif not job.done:
+            else:
                 self._deliver(job, event)
         return [emission.event for emission in emissions if emission.job.error is None]
 

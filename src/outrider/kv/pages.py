@@ -42,7 +42,11 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Lease:
-    """What one sequence holds."""
+    """What one sequence holds.
+
+    Always: lengths[s] <= len(pages) * page_size, marked[s] <= lengths[s] // page_size, len(hashes) <= lengths[0] //
+    page_size. `promised` is limit - len(pages) (0 at least) unless the pool was too small when it was last asked.
+    """
 
     pages: list[Page]
     lengths: list[int]  # tokens each store holds of it
@@ -184,10 +188,13 @@ class Pages:
         """Another sequence with the same contents: shares every page, copies the last one when either writes."""
         lease = self.leases[slot]
         pages = lease.pages[: self._count(max(lease.lengths))]
-        # One of the two will copy a last page that is not full: with a page more in its limit, the fork can.
-        limit = max(lease.limit, len(pages)) + (max(lease.lengths) % self.page_size > 0)
-        if limit - len(pages) > self._available():
+        # Whoever writes first copies a last page that is not full: both get a page more, since either may be the one.
+        spare = int(max(lease.lengths) % self.page_size > 0)
+        limit = max(lease.limit, len(pages)) + spare
+        if limit - len(pages) + spare > self._available():
             return None
+        lease.limit = max(lease.limit, len(lease.pages)) + spare
+        self._promise(lease)
         return self._new(Lease(pages, list(lease.lengths), limit, lease.tenant, list(lease.hashes), list(lease.marked)))
 
     def close(self, slot: Slot) -> None:
@@ -203,6 +210,13 @@ class Pages:
         for slot, lease in self.leases.items():
             assert len(set(lease.pages)) == len(lease.pages), f"slot {slot} holds a page twice: {lease.pages}"
             assert max(lease.lengths, default=0) <= len(lease.pages) * self.page_size, f"slot {slot}: {lease}"
+            full = [length // self.page_size for length in lease.lengths]
+            assert all(marked <= pages for marked, pages in zip(lease.marked, full, strict=True)), (
+                f"slot {slot}: {lease}"
+            )
+            assert not full or len(lease.hashes) <= full[0], f"slot {slot}: {lease}"
+            wanted = max(0, lease.limit - len(lease.pages))
+            assert lease.promised == wanted or lease.promised < wanted, f"slot {slot}: {lease}"
             for page in lease.pages:
                 holders[page] += 1
         assert holders == self._holders, f"counted {holders}, held {self._holders}"

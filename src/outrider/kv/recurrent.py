@@ -25,7 +25,10 @@ FIRST_SEATS = 4  # slots there is memory for at first; it doubles as more are op
 
 @dataclass(slots=True)
 class Seat:
-    """Where a slot's rings are, how many tokens it holds, and the shortest length it can still go back to."""
+    """Where a slot's rings are, how many tokens it holds, and the shortest length it can still go back to.
+
+    `oldest` beyond `length` means that a pass that failed has overwritten the present state, too.
+    """
 
     place: int
     length: int = 0
@@ -92,7 +95,7 @@ class RecurrentStates:
 
     def oldest(self, slot: Slot) -> int:
         """The shortest length the slot can go back to."""
-        return self._seat(slot).oldest
+        return self._sound(slot).oldest
 
     def set_length(self, slot: Slot, length: int) -> None:
         """Go back. The caller has checked that the length is one that is kept."""
@@ -100,15 +103,19 @@ class RecurrentStates:
         assert seat.oldest <= length <= seat.length, f"{length} is not in {seat.oldest}..{seat.length}"
         seat.length = length
 
+    def begin(self, slots: Sequence[Slot], counts: Sequence[int]) -> None:
+        """The slots are about to be fed: what will be overwritten is given up first, as the pass may fail half-way."""
+        for slot, count in zip(slots, counts, strict=True):
+            seat = self._seat(slot)
+            seat.oldest = max(seat.oldest, seat.length + count - self.max_rewind)
+
     def advance(self, slots: Sequence[Slot], counts: Sequence[int]) -> None:
         """The slots have been fed: what they read is now behind them."""
         for slot, count in zip(slots, counts, strict=True):
-            seat = self._seat(slot)
-            seat.length += count
-            seat.oldest = max(seat.oldest, seat.length - self.max_rewind)
+            self._seat(slot).length += count
 
     def fork(self, slot: Slot) -> Slot | None:
-        seat = self._seat(slot)
+        seat = self._sound(slot)
         copy = self._take()
         if copy is None:
             return None
@@ -123,7 +130,7 @@ class RecurrentStates:
 
     def export(self, slot: Slot) -> tuple[Array, Array]:
         """The slot's inputs [layers, N, inner] and states [layers, N, inner, state] that are kept, oldest first."""
-        seat = self._seat(slot)
+        seat = self._sound(slot)
         inputs, states = self._kept(seat)
         return self._inputs.flatten(1, 2)[:, inputs].cpu().numpy(), self._states.flatten(1, 2)[:, states].cpu().numpy()
 
@@ -157,7 +164,7 @@ class RecurrentStates:
 
     def reach(self, slots: Sequence[Slot], count: int) -> Reach:
         """The ring entries of a pass that feeds each slot `count` tokens."""
-        seats = [self._seat(slot) for slot in slots]
+        seats = [self._sound(slot) for slot in slots]
         places = torch.tensor([seat.place for seat in seats])[:, None]  # [S, 1]
         lengths = torch.tensor([seat.length for seat in seats])[:, None]
         num_inputs, num_states = min(count, self._input_ring), min(count, self._state_ring)
@@ -198,6 +205,12 @@ class RecurrentStates:
         seat = self._seats.get(slot)
         if seat is None:
             raise BackendError(f"there is no slot {slot}; {len(self._seats)} of {self.max_slots} are open")
+        return seat
+
+    def _sound(self, slot: Slot) -> Seat:
+        seat = self._seat(slot)
+        if seat.oldest > seat.length:
+            raise BackendError(f"slot {slot} lost its state in a pass that failed; close it and start over")
         return seat
 
     def _add(self, seat: Seat) -> Slot:

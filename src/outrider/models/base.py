@@ -102,14 +102,18 @@ class ModelFile(Protocol):
 
 
 def expected_shapes(spec: Spec, present: Collection[str]) -> dict[str, Shape]:
-    """The tensors a model of this spec must have; `present` decides between fused and separate projections."""
+    """The tensors a model of this spec must have.
+
+    `present` decides between fused and separate projections, and what is optional must be there as a whole: a bias or
+    a head norm in one layer wants all of its kind in every layer.
+    """
     shapes: dict[str, Shape] = {
         "token_embd.weight": (spec.num_columns, spec.width),
         "output_norm.weight": (spec.width,),
     }
     if not spec.tied:
         shapes["output.weight"] = (spec.num_columns, spec.width)
-    layer = _mamba_layer(spec) if isinstance(spec, MambaSpec) else _transformer_layer(spec, present)
+    layer = _mamba_layer(spec) if isinstance(spec, MambaSpec) else _transformer_layer(spec, _in_layers(present))
     for index in range(spec.num_layers):
         shapes.update({f"blk.{index}.{name}": shape for name, shape in layer.items()})
     return shapes
@@ -125,22 +129,28 @@ def check_shapes(file: ModelFile) -> None:
             raise ModelFileError(f"{file.path}: {name} has shape {list(given)}, the model needs {list(wanted)}")
 
 
+def _in_layers(names: Collection[str]) -> set[str]:
+    """blk.3.attn_q.weight -> attn_q.weight"""
+    return {name.split(".", 2)[2] for name in names if name.startswith("blk.") and name.count(".") > 1}
+
+
 def _transformer_layer(spec: TransformerSpec, present: Collection[str]) -> dict[str, Shape]:
+    """The tensors of one layer; `present` are those that any layer has."""
     width, ffn = spec.width, spec.ffn_width
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, Shape] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
     parts = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
-    if "blk.0.attn_qkv.weight" in present:
+    if "attn_qkv.weight" in present:
         parts = {"attn_qkv": queries + 2 * keys}
-    for name, rows in parts.items():
-        shapes[f"{name}.weight"] = (rows, width)
-        if f"blk.0.{name}.bias" in present:
-            shapes[f"{name}.bias"] = (rows,)
-    for name in ("attn_q_norm.weight", "attn_k_norm.weight"):
-        if f"blk.0.{name}" in present:
-            shapes[name] = (spec.head_dim,)
+    shapes.update({f"{name}.weight": (rows, width) for name, rows in parts.items()})
+    biases: dict[str, Shape] = {f"{name}.bias": (rows,) for name, rows in parts.items()}
+    if spec.family == "qwen2" or not biases.keys().isdisjoint(present):
+        shapes.update(biases)
+    norms: dict[str, Shape] = {f"attn_{one}_norm.weight": (spec.head_dim,) for one in "qk"}
+    if spec.family == "qwen3" or not norms.keys().isdisjoint(present):
+        shapes.update(norms)
     shapes["attn_output.weight"] = (width, queries)
-    if "blk.0.ffn_gate.weight" in present:
+    if "ffn_gate.weight" in present:
         shapes["ffn_gate.weight"] = (ffn, width)
         shapes["ffn_up.weight"] = (ffn, width)
     else:  # gate and up in one matrix, gate first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from outrider.errors import ModelFileError
 MAX_LAYERS = 1_000  # the largest open models have 126; a bound keeps a damaged count from costing memory
 MAX_SIZE = 2**24  # of any one dimension
 MAX_HEAD = 2**13
-MAX_CONTEXT = 2**31
+MIN_CONTEXT, MAX_CONTEXT = 2, 2**31  # a token to read and one to say
 
 
 class Facts:
@@ -47,10 +46,10 @@ class Facts:
         return float(value)
 
     def numbers(self, key: str) -> list[float]:
-        """A list of positive numbers."""
+        """A list of positive numbers of a sane size."""
         value = self._get(key, None)
-        if not isinstance(value, list) or not all(_is_positive(one) for one in value):
-            raise self.fail(f"{key} must be a list of positive numbers, got {_brief(value)}")
+        if not isinstance(value, list) or not all(_is_sane(one) for one in value):
+            raise self.fail(f"{key} must be a list of positive numbers from 1e-6 to 1e6, got {_brief(value)}")
         return [float(one) for one in value]
 
     def text(self, key: str, *, default: str | None = None) -> str:
@@ -74,8 +73,8 @@ class Facts:
         return value
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _is_sane(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-6 < value < 1e6
 
 
 def _brief(value: Any) -> str:

@@ -5,13 +5,14 @@ What config.json means is in `folder_config.py`; here are the files, the names a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import MissingPackageError, ModelFileError
+from outrider.jsonfile import read_json
 from outrider.models.base import Shape, Spec, expected_shapes
 from outrider.models.facts import Facts
 from outrider.models.folder_config import CURE, read_spec
@@ -20,7 +21,6 @@ from outrider.types import Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_JSON = 2**26
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 # Theirs -> ours, first outside of the layers, then within `model.layers.N.` or `backbone.layers.N.`.
@@ -139,7 +139,7 @@ class FolderFile:
         for shard in self._shards:
             for theirs, shape in shard.shapes.items():
                 ours = _short(theirs)
-                if _UNUSED.fullmatch(theirs) or (ours == "output.weight" and self.spec.tied):
+                if _UNUSED.fullmatch(theirs):
                     continue
                 if ours is None or ours in stored:
                     problem = "is of a kind that cannot be computed" if ours is None else "is there twice"
@@ -148,6 +148,8 @@ class FolderFile:
                 stored[ours] = shape
                 if ours.endswith("ssm_conv1d.weight") and len(shape) == 3 and shape[1] == 1:
                     stored[ours] = (shape[0], shape[2])
+        if "output.weight" in stored:  # then it is used whatever the config says, as in transformers
+            self.spec = replace(self.spec, tied=False)
         wanted = expected_shapes(self.spec, stored)
         for ours, (shard, theirs) in self._places.items():
             if ours not in wanted:
@@ -196,23 +198,6 @@ class _Shard:
                 f"({', '.join(FLOATS)}) can be read; {CURE}"
             )
         return tuple(stored.get_shape())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file with an object in it."""
-    try:
-        if path.stat().st_size > MAX_JSON:
-            raise ModelFileError(f"{path}: a file of more than {MAX_JSON >> 20} MiB is not a configuration")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path}: the file is missing; a model folder needs it") from error
-    except OSError as error:
-        raise ModelFileError(f"{path}: the file cannot be opened: {error}") from error
-    except (ValueError, RecursionError) as error:  # bad UTF-8 and numbers without end are ValueErrors, too
-        raise ModelFileError(f"{path}: this is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: there must be a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _shard_files(index: Path) -> list[Path]:

@@ -1,6 +1,9 @@
 """From the config.json of a Hugging Face folder to a spec. Tensors are the business of `folder.py`.
 
-Where a key is absent, the value is the one transformers would use.
+Sizes, the context and the norms' epsilon must be there. What else is absent counts as in transformers: silu, untied
+(mamba: tied), rotary positions of base 10,000 over whole heads, mistral's window of 4096 tokens, phi3's original context
+of 4096. Two defaults are one for all families: as many key heads as query heads, and heads that share the width evenly.
+Where transformers has others (mistral: 8 key heads, qwen3: heads of 128), the tensors do not fit and are refused.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from typing import Any
 
 from outrider.models import rope
 from outrider.models.base import MambaSpec, Rope, Spec, TransformerSpec
-from outrider.models.facts import MAX_CONTEXT, MAX_HEAD, MAX_LAYERS, Facts
+from outrider.models.facts import MAX_CONTEXT, MAX_HEAD, MAX_LAYERS, MIN_CONTEXT, Facts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mamba")
 CURE = "use --backend hf"
 MISTRAL_WINDOW = 4096  # where a mistral config says nothing; a null says none
+PHI3_ORIGINAL = 4096  # the context before it was stretched, where a phi3 config says nothing
 MAMBA_CONTEXT = 2**20  # a config has none, and nothing breaks; llama.cpp's converter writes the same
 
 
@@ -46,7 +50,7 @@ def _mamba(facts: Facts) -> MambaSpec:
         conv=facts.whole("conv_kernel"),
         dt_rank=Facts(facts.path, values).whole("time_step_rank", default=-(-width // 16)),
         num_columns=facts.whole("vocab_size"),
-        context=facts.whole("max_position_embeddings", default=MAMBA_CONTEXT, high=MAX_CONTEXT),
+        context=facts.whole("max_position_embeddings", default=MAMBA_CONTEXT, low=MIN_CONTEXT, high=MAX_CONTEXT),
         norm_eps=facts.number("layer_norm_epsilon", high=1.0),
         tied=facts.flag("tie_word_embeddings", default=True),
     )
@@ -60,6 +64,8 @@ def _transformer(facts: Facts, family: str) -> TransformerSpec:
     if not facts.has("head_dim") and width % num_heads:
         raise facts.fail(f"the width {width} cannot be divided among {num_heads} heads")
     head_dim = facts.whole("head_dim", default=width // num_heads, high=MAX_HEAD)
+    if head_dim % 2:
+        raise facts.fail(f"heads must have an even number of dimensions, got {head_dim}; {CURE}")
     num_layers = facts.whole("num_hidden_layers", high=MAX_LAYERS)
     positions = _Positions(facts, family)
     context = positions.context()
@@ -81,29 +87,35 @@ def _transformer(facts: Facts, family: str) -> TransformerSpec:
 
 
 class _Positions:
-    """Rotary positions, as transformers 5 writes them (rope_parameters) or older ones (rope_theta, rope_scaling)."""
+    """Rotary positions, as transformers 5 writes them (rope_parameters) or older ones (rope_theta, rope_scaling).
+
+    As in transformers, rope_scaling stands in for all of rope_parameters; keys outside of both fill in.
+    """
 
     def __init__(self, facts: Facts, family: str) -> None:
-        own = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
+        own = ("rope_theta", "partial_rotary_factor")
         values: dict[str, Any] = {key: facts.values[key] for key in own if facts.has(key)}
-        for key in ("rope_scaling", "rope_parameters"):
-            if facts.has(key):
-                given = facts.values[key]
-                if not isinstance(given, dict) or any(isinstance(one, dict) for one in given.values()):
-                    raise facts.fail(f"{key} must be one set of keys for all layers; {CURE}")
-                values.update(given)
-        if facts.has("original_max_position_embeddings"):  # phi3 keeps it outside, and that one counts
-            values["original_max_position_embeddings"] = facts.values["original_max_position_embeddings"]
+        key = "rope_scaling" if facts.values.get("rope_scaling") else "rope_parameters"
+        if facts.has(key):
+            given = facts.values[key]
+            if not isinstance(given, dict) or any(isinstance(one, dict) for one in given.values()):
+                raise facts.fail(f"{key} must be one set of keys for all layers; {CURE}")
+            values.update(given)
+        outside = "original_max_position_embeddings"  # phi3 keeps it there, and that one counts
+        if facts.has(outside) or family == "phi3":
+            values[outside] = facts.whole(outside, default=PHI3_ORIGINAL, low=MIN_CONTEXT, high=MAX_CONTEXT)
         self.facts = Facts(facts.path, values)
         self.kind = self.facts.text("rope_type", default=self.facts.text("type", default="default"))
         if family == "phi3" and self.kind in ("su", "yarn"):  # its older names
             self.kind = "longrope"
-        self.length = self.facts.whole("max_position_embeddings", high=MAX_CONTEXT)
+        self.length = facts.whole("max_position_embeddings", low=MIN_CONTEXT, high=MAX_CONTEXT)
 
     @property
     def original(self) -> int:
         """The context before it was stretched."""
-        return self.facts.whole("original_max_position_embeddings", default=self.length, low=2, high=MAX_CONTEXT)
+        return self.facts.whole(
+            "original_max_position_embeddings", default=self.length, low=MIN_CONTEXT, high=MAX_CONTEXT
+        )
 
     def context(self) -> int:
         # Longrope has two sets of frequencies, and a cache filled with one cannot be used with the other. The short

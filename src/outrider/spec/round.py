@@ -110,7 +110,8 @@ class _blaming:  # noqa: N801
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         if isinstance(cause, Exception) and not isinstance(cause, self._error):
-            raise self._error(f"{self._what}: {type(cause).__name__}: {cause}") from cause
+            lines = str(cause).strip().splitlines() or [""]  # of a long report the last line says what happened
+            raise self._error(f"{self._what}: {type(cause).__name__}: {lines[-1]}") from cause
 
 
 def _check_shapes(drafter: Drafter, info: ModelInfo, plan: Plan, drafts: Drafts) -> None:

@@ -12,8 +12,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.jsonfile import read_text
 from outrider.tokenizer.fields import Fields
-from outrider.tokenizer.folder import set_ends, tokenizer_from_folder, tokenizer_from_json
+from outrider.tokenizer.folder import tokenizer_from_folder
+from outrider.tokenizer.library import blaming, tokenizer_from_json
 from outrider.tokenizer.pre import PRES, pre_for
 from outrider.tokenizer.text import TextTokenizer
 
@@ -26,6 +28,7 @@ __all__ = ["tokenizer_from_folder", "tokenizer_from_metadata"]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _PREFIX = "tokenizer.ggml."
 _PAIR = 2
+MAX_PIECE = 1_000  # letters of a piece that is taken apart; SentencePiece itself makes none of more than a few dozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def _read_vocabulary(fields: Fields, model: str) -> _Vocabulary:
     if not ids:
         raise fields.error(f"{_PREFIX}tokens is empty; fetch or convert the file again")
     keys = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
-    named = {name: fields.token(f"{_PREFIX}{key}", len(pieces)) for name, key in keys.items()}
+    # Converters write any number as the padding of models that have none, and nothing is ever padded here.
+    named = {name: fields.token(f"{_PREFIX}{key}", len(pieces), used=name != "pad") for name, key in keys.items()}
     if model == "llama":  # SentencePiece's own places, where the file does not say
         for name, token in (("unk", 0), ("bos", 1), ("eos", 2)):
             if named[name] is None and token < len(pieces):
@@ -120,7 +124,7 @@ def _beside(fields: Fields, vocabulary: _Vocabulary, unknown: str) -> Tokenizer:
     beside = fields.path.parent / "tokenizer.json"
     if not beside.is_file():
         raise fields.error(f"{unknown}; put the model's tokenizer.json beside the file ({beside})")
-    return _check_same(fields, vocabulary, tokenizer_from_json(beside.read_text(encoding="utf-8"), beside))
+    return _check_same(fields, vocabulary, tokenizer_from_json(read_text(beside), beside))
 
 
 def _from_pieces(fields: Fields, model: str, vocabulary: _Vocabulary) -> Tokenizer:
@@ -137,8 +141,9 @@ def _from_pieces(fields: Fields, model: str, vocabulary: _Vocabulary) -> Tokeniz
         tokenizer.normalizer = pre.normalizer()
     else:
         return _beside(fields, vocabulary, f"tokenizers of the kind {model!r} ({_PREFIX}model) cannot be built from it")
-    _add_tokens(tokenizer, vocabulary, strips=model == "llama" and _is_phi3(fields))
-    _set_ends(fields, tokenizer, vocabulary, adds_bos)
+    with blaming(fields.path, f"{_PREFIX}tokens cannot be used; fetch or convert the file again"):
+        _add_tokens(tokenizer, vocabulary, strips=model == "llama" and _is_phi3(fields))
+        _set_ends(fields, tokenizer, vocabulary, adds_bos)
     return tokenizer
 
 
@@ -175,12 +180,8 @@ def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> Tokenizer:
 def _bpe(fields: Fields, ids: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     from tokenizers import Tokenizer, models
 
-    try:
+    with blaming(fields.path, f"{_PREFIX}merges do not fit the tokens; fetch or convert the file again"):
         return Tokenizer(models.BPE(ids, merges, **options))
-    except Exception as error:  # the library raises bare Exceptions
-        raise fields.error(
-            f"{_PREFIX}merges do not fit the tokens ({error}); fetch or convert the file again"
-        ) from error
 
 
 def _given_merges(fields: Fields) -> list[tuple[str, str]]:
@@ -204,6 +205,9 @@ def _implied_merges(fields: Fields, vocabulary: _Vocabulary) -> list[tuple[str, 
     made = (_NORMAL, _USER_DEFINED)
     kinds = vocabulary.kinds
     usable = {piece: scores[token] for piece, token in vocabulary.ids.items() if kinds.get(token, _NORMAL) in made}
+    longest = max(map(len, usable), default=0)
+    if longest > MAX_PIECE:
+        raise fields.error(f"{_PREFIX}tokens has a piece of {longest} characters, at most {MAX_PIECE} are possible")
     found = [
         (score, at, len(piece) - at, piece)
         for piece, score in usable.items()
@@ -244,4 +248,13 @@ def _set_ends(fields: Fields, tokenizer: Tokenizer, vocabulary: _Vocabulary, add
         if piece is not None and piece not in vocabulary.ids:
             raise fields.error(f"{_PREFIX}{name}_token_id is {token}, which the file marks as unused")
         ends[name] = piece
-    set_ends(tokenizer, ends["bos"], ends["eos"])
+    _put_around(tokenizer, ends["bos"], ends["eos"])
+
+
+def _put_around(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Put these tokens around every text that is encoded with its special tokens."""
+    from tokenizers.processors import TemplateProcessing
+
+    parts = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    known = [(piece, tokenizer.token_to_id(piece)) for piece in dict.fromkeys((bos, eos)) if piece]
+    tokenizer.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=known)

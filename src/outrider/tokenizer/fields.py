@@ -37,8 +37,8 @@ class Fields:
             return None if value is None else bool(value)
         raise self.error(f"{key} must be true or false, got {value!r:.60}; {_DAMAGED}")
 
-    def token(self, key: str, num_tokens: int) -> int | None:
-        """A token id below `num_tokens`."""
+    def token(self, key: str, num_tokens: int, *, used: bool = True) -> int | None:
+        """A token id below `num_tokens`. One that is not `used` may lie beyond, and then counts as absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -46,6 +46,8 @@ class Fields:
             token = index(value)
         except TypeError as error:
             raise self.error(f"{key} must be a token id, got {value!r:.60}; {_DAMAGED}") from error
+        if not 0 <= token < num_tokens and not used:
+            return None
         if not 0 <= token < num_tokens:
             raise self.error(f"{key} is {token}, but the file has {num_tokens} tokens; {_DAMAGED}")
         return token

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelFileError, RequestError
+from outrider.tokenizer.library import blaming
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from outrider.tokenizer.template import ChatTemplate
 
+_TRIAL = "Wörter, 1 日\n"  # letters a small vocabulary need not have
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,8 +38,6 @@ class TextTokenizer:
         names: Mapping[str, str],
         chat_template: str | None,
     ) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         self.path = path
         self.vocab_size = vocab_size  # highest id + 1; a model's logits may have more columns
         self.bos_id = bos_id
@@ -49,6 +49,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._spell = _spelling(tokenizer, path)
         self._bytes: dict[int, bytes] = {}
+        self._try()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` puts BOS and EOS around it where the model's own tokenizer does.
@@ -56,11 +57,15 @@ class TextTokenizer:
         Special tokens written in the text become their ids. Text from `chat` already has its BOS.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        except TypeError as error:
+            with blaming(self.path, "its tokenizer cannot encode this text"):
+                return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        except ModelFileError as error:
             if not isinstance(text, str):
                 raise RequestError(f"the prompt must be text, got {type(text).__name__}", param="prompt") from error
-            raise RequestError("the prompt holds half a surrogate pair; send valid Unicode", param="prompt") from error
+            if any("\ud800" <= letter <= "\udfff" for letter in text):
+                said = "the prompt holds half a surrogate pair; send valid Unicode"
+                raise RequestError(said, param="prompt") from error
+            raise
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of whole answers, as transformers gives it.
@@ -81,6 +86,14 @@ class TextTokenizer:
     def piece(self, token: int) -> str | None:
         """The token as the vocabulary spells it; None for an id that has no piece."""
         return self._tokenizer.id_to_token(token)
+
+    def _try(self) -> None:
+        """Use it once: what a damaged file lets it do wrong shows here and not in somebody's request."""
+        with blaming(self.path, "its tokenizer does not work; fetch or convert the file again"):
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            for special in (True, False):
+                self.decode(self._tokenizer.encode(_TRIAL, add_special_tokens=special).ids, skip_special=special)
 
     @property
     def has_chat(self) -> bool:
