@@ -1,4 +1,7 @@
-"""A broken model file is a ModelFileError that names file and reason: nothing else is raised, little is allocated."""
+"""A broken model file is a ModelFileError that names file and reason: nothing else is raised, little is allocated.
+
+That goes for the model and for the tokenizer that comes with it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from outrider.errors import ModelFileError
+from outrider.models.gguf import read_metadata
 from outrider.models.opening import open_model
+from outrider.tokenizer.build import tokenizer_from_folder, tokenizer_from_metadata
 
 import tiny
 from raw_gguf import ARRAY, FLOAT, STRING, U32, RawGGUF, RawTensor, small_llama, text, u32, u64
@@ -113,7 +119,8 @@ BROKEN_GGUF: list[tuple[Change, str]] = [
     (number("embedding_length", 16), "shape"),
     (number("embedding_length", 0), "between 1 and"),
     (number("feed_forward_length", 16), "has shape"),
-    (number("context_length", 0), "between 1 and"),
+    (number("context_length", 0), "between 2 and"),
+    (number("context_length", 1), "between 2 and"),
     (real("attention.layer_norm_rms_epsilon", float("nan")), "between"),
     (real("rope.freq_base", 0.0), "between"),
     (real("rope.freq_base", float("inf")), "between"),
@@ -121,6 +128,12 @@ BROKEN_GGUF: list[tuple[Change, str]] = [
     (number("rope.dimension_count", 6), "between 1 and 4"),
     (word("llama.rope.scaling.type", b"spiral"), "'spiral', which is unknown"),
     (number("expert_count", 8), "llama.expert_count is set"),
+    (word("llama.rope.scaling.type", b"longrope"), "rope_factors_short.weight is missing"),
+    (added(b"rope_factors_long.weight", (2,)), "rope_factors_short.weight is missing"),
+    (number("attention.key_length", 5), "even number of dimensions, got 5"),
+    (added(b"blk.0.attn_q.bias"), "blk.0.attn_k.bias is missing"),
+    (added(b"blk.0.attn_v.bias", (4,)), "blk.0.attn_q.bias is missing"),
+    (added(b"blk.0.attn_k_norm.weight", (4,)), "blk.0.attn_q_norm.weight is missing"),
     (added(b"rope_freqs.weight", (3,)), "rope_freqs.weight must be 2 F32 values"),
     (added(b"rope_freqs.weight", (2,), kind=1), "rope_freqs.weight must be 2 F32 values"),
     (added(b"blk.0.attn_output.bias"), "'blk.0.attn_output.bias' does not belong"),
@@ -179,14 +192,15 @@ BROKEN_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "between 1 and"),
     ({"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": None}, "cannot be divided"),
     ({"num_key_value_heads": 3}, "cannot share"),
-    ({"head_dim": 5}, "even"),
+    ({"head_dim": 5}, "even number of dimensions, got 5.*--backend hf"),
     ({"num_hidden_layers": 2}, "blk.1.attn_norm.weight is missing"),
     ({"num_hidden_layers": 10**9}, "between 1 and"),
     ({"rms_norm_eps": float("nan")}, "between"),
     ({"rms_norm_eps": [1e-5]}, "must be a number"),
     ({"vocab_size": 100}, "has shape"),
     ({"tie_word_embeddings": "no"}, "true or false"),
-    ({"max_position_embeddings": 0}, "between 1 and"),
+    ({"max_position_embeddings": 0}, "between 2 and"),
+    ({"max_position_embeddings": 1}, "between 2 and"),
     ({"eos_token_id": 101}, "between 0 and 100"),
     ({"eos_token_id": [2, -1]}, "between 0 and 100"),
     ({"eos_token_id": "</s>"}, "must be a whole number"),
@@ -199,6 +213,9 @@ BROKEN_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"partial_rotary_factor": 0.01}}, "even number"),
     ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "must have 2 entries"),
     ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, -1.0]}}, "positive numbers"),
+    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1e-300]}}, "positive numbers"),
+    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1e300]}}, "positive numbers"),
+    ({"rope_scaling": 4}, "one set of keys"),
     (
         {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
         "must be below",
@@ -215,9 +232,36 @@ def test_broken_config(changes: dict[str, Any], reason: str, llama: Any, tmp_pat
 
 def test_broken_json(llama: Any, tmp_path: Path) -> None:
     tiny.save_folder(llama, tmp_path)
-    for content in (b"", b"{", b"\xff\xfe", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}", b"[]", b"null"):
+    long = b'{"a": ' + b"9" * 5000 + b"}"
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 200_000, long, b"[]", b"null", b'{"a": "\\ud800"}'):
         (tmp_path / "config.json").write_bytes(content)
-        refused(tmp_path, None, "not valid JSON|must be a JSON object")
+        refused(tmp_path, None, "not valid JSON|must be a JSON object|cannot be read")
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+@pytest.mark.parametrize(
+    ("family", "parts"), [("qwen2", "q_proj.bias k_proj.bias v_proj.bias"), ("qwen3", "q_norm k_norm")]
+)
+def test_biases_and_head_norms_come_together(family: str, parts: str, form: str, tmp_path: Path) -> None:
+    """One that is missing in one layer is named, and so is the first when all are."""
+    names = parts.split()
+    for gone in ([f"layers.1.self_attn.{name}" for name in names[-1:]], [f"self_attn.{name}" for name in names]):
+        model = tiny.tiny(family)
+        kept = {name: value for name, value in model.state_dict().items() if not any(one in name for one in gone)}
+        model.state_dict = lambda kept=kept: kept
+        path = tmp_path / str(len(gone))
+        if form == "folder":
+            model.save_pretrained(path, state_dict=kept)
+        else:
+            tiny.save_gguf(model, path)
+        layer, part = (1, names[-1]) if len(gone) == 1 else (0, names[0])
+        short = {"bias": f"attn_{part[0]}.bias"}.get(part.rpartition(".")[2], f"attn_{part[0]}_norm.weight")
+        refused(path, None, f"blk.{layer}.{short} is missing")
+
+
+def test_a_mamba_file_whose_convolution_has_no_bias(tmp_path: Path) -> None:
+    path = tiny.save_gguf(tiny.tiny("mamba", use_conv_bias=False), tmp_path / "model.gguf")
+    refused(path, None, r"no bias \(ssm_conv1d.bias\), and such models cannot be read$")
 
 
 def test_tensors_a_folder_should_not_have(llama: Any, tmp_path: Path) -> None:
@@ -290,37 +334,74 @@ def test_a_damaged_safetensors_header(llama: Any, tmp_path: Path) -> None:
         refused(tmp_path, None, "damaged")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_mutated_gguf_files(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
-    whole = small_llama().build()
-    header = len(small_llama().header())
-    survivors = 0
+def with_tokenizer(kind: str) -> RawGGUF:
+    """The small model, with a vocabulary of five tokens."""
+    raw = small_llama()
+    if kind == "none":
+        return raw
+    for name, value in (("model", kind), ("pre", "default")):
+        raw.set(f"tokenizer.ggml.{name}", STRING, text(value.encode()))
+    raw.set("tokenizer.chat_template", STRING, text(b"{{ bos_token }}{{ messages[0].content }}"))
+    for name, words in (("tokens", b"<s> a b ab </s>"), ("merges", b"a\0b")):
+        pieces = [word.replace(b"\0", b" ") for word in words.split()]
+        raw.set(f"tokenizer.ggml.{name}", ARRAY, u32(STRING) + u64(len(pieces)) + b"".join(map(text, pieces)))
+    raw.set("tokenizer.ggml.token_type", ARRAY, u32(5) + u64(5) + struct.pack("<5i", 3, 1, 1, 1, 3))
+    for name, token in (("bos", 0), ("eos", 4), ("unknown", 0)):
+        raw.set(f"tokenizer.ggml.{name}_token_id", U32, u32(token))
+    if kind == "llama":
+        raw.remove("tokenizer.ggml.merges")
+        raw.set("tokenizer.ggml.scores", ARRAY, u32(FLOAT) + u64(5) + struct.pack("<5f", 0, -2, -3, -1, 0))
+    return raw
+
+
+@pytest.mark.parametrize("kind", ["none", "gpt2", "llama"])
+def test_mutated_gguf_files(kind: str, tmp_path: Path) -> None:
+    chance = random.Random(kind)
+    raw = with_tokenizer(kind)
+    whole, header = raw.build(), len(raw.header())
+    path, survivors = tmp_path / "model.gguf", 0
+    path.write_bytes(whole)
+    assert survives(path, chance, tokenizer=kind != "none")
     tracemalloc.start()
     for _ in range(1000):
-        path = tmp_path / "model.gguf"
         path.write_bytes(mutated(whole, header, chance))
-        survivors += survives(path, chance)
+        survivors += survives(path, chance, tokenizer=kind != "none")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 50 < survivors < 950
     assert peak < 30e6
 
 
-@pytest.mark.parametrize("part", ["model.safetensors", "config.json"])
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2, "ab": 3, "\u0120": 4}, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    declared = {"5": {"content": "<new>", "special": False, "rstrip": True}}
+    template = [{"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
+    config = {"bos_token": "<s>", "added_tokens_decoder": declared, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": {"r": "<r>"}}))
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_mutated_folders(part: str, llama: Any, tmp_path: Path) -> None:
     chance = random.Random(part)
-    whole = (tiny.save_folder(llama, tmp_path) / part).read_bytes()
+    save_tokenizer(tiny.save_folder(llama, tmp_path))
+    assert survives(tmp_path, chance, tokenizer=True)
+    whole = (tmp_path / part).read_bytes()
     header = 8 + struct.unpack("<Q", whole[:8])[0] if part == "model.safetensors" else len(whole)
     survivors = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for turn in range(1000):
+    for turn in range(500):
         content = mutated(whole, header, chance)
-        if part == "config.json" and turn % 2:
-            content = json.dumps(mutated_config(json.loads(whole), chance)).encode()
+        if part.endswith(".json") and turn % 2:
+            change = mutated_config if part == "config.json" else mutated_value
+            content = json.dumps(change(json.loads(whole), chance)).encode()
         (tmp_path / part).write_bytes(content)
-        survivors += survives(tmp_path, chance)
-    assert 50 < survivors < 950
+        survivors += survives(tmp_path, chance, tokenizer="tokenizer" in part)
+    assert 25 < survivors < 475
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
@@ -333,9 +414,11 @@ def refused(path: Path, content: bytes | None, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def survives(path: Path, chance: random.Random) -> bool:
+def survives(path: Path, chance: random.Random, *, tokenizer: bool = False) -> bool:
     """Whether the file can still be opened and read. Anything but a ModelFileError fails the test."""
     try:
+        if tokenizer:
+            use_tokenizer(path)
         file = open_model(path)
         for name in chance.sample(sorted(file.shapes), 3):
             file.read(name)
@@ -343,6 +426,20 @@ def survives(path: Path, chance: random.Random) -> bool:
         assert str(error).startswith(str(path)) and "\n" not in str(error) and len(str(error)) < 600
         return False
     return True
+
+
+def use_tokenizer(path: Path) -> None:
+    """Everything but chatting: what a template says of the messages is not the file's fault alone."""
+    if path.is_dir():
+        tokenizer = tokenizer_from_folder(path)
+    else:
+        tokenizer = tokenizer_from_metadata(read_metadata(path), path)
+    tokens = tokenizer.encode("ab <s>\u00e9") + tokenizer.encode("a", add_special=False)
+    tokenizer.decode(tokens)
+    for token in range(8):
+        tokenizer.token_bytes(token)
+    if tokenizer.has_chat:
+        assert tokenizer.template
 
 
 def mutated(whole: bytes, header: int, chance: random.Random) -> bytes:
@@ -367,6 +464,23 @@ def mutated(whole: bytes, header: int, chance: random.Random) -> bytes:
         else:
             data[start:start] = data[start : start + 64]
     return bytes(data)
+
+
+def mutated_value(value: Any, chance: random.Random) -> Any:
+    """One entry somewhere inside replaced or taken away."""
+    odd = [None, True, 0, -1, 2**32 - 1, 2**63, 1.5, "", "x", "<s>", "\ud800", "\u00e9", [], ["a"], {}, {"a": 1}]
+    at, keys = value, list(value)
+    while True:
+        key = chance.choice(keys)
+        inner = at[key]
+        if not isinstance(inner, dict | list) or not inner or chance.random() < 0.25:
+            break
+        at, keys = inner, list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+    if chance.random() < 0.2:
+        del at[key]
+    else:
+        at[key] = chance.choice(odd)
+    return value
 
 
 def mutated_config(config: dict[str, Any], chance: random.Random) -> dict[str, Any]:

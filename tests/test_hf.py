@@ -19,6 +19,7 @@ import transformers
 from outrider.backends.base import Spans
 from outrider.backends.hf import HFBackend
 from outrider.errors import BackendError, ConfigError, ModelFileError
+from outrider.models.opening import open_model
 
 from slot_machine import answers, error, feed, machine, reference
 from tiny import save_folder, save_gguf, tiny
@@ -190,14 +191,27 @@ def test_other_refusals() -> None:
     bloom = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)
     with pytest.raises(ConfigError, match="BloomForCausalLM names no context; pass context="):
         HFBackend(transformers.BloomForCausalLM(bloom))
+    gemma = transformers.RecurrentGemmaConfig(**SMALL, intermediate_size=64, lru_width=32, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match="RecurrentGemmaForCausalLM returns no past_key_values"):
+        HFBackend(transformers.RecurrentGemmaForCausalLM(gemma), context=64)
+
+
+@pytest.mark.parametrize("context", [2, 3, 8])
+def test_a_short_context_is_not_overrun_by_the_probe(context: int) -> None:
+    config = transformers.GPT2Config(**SMALL, n_positions=context, bos_token_id=1, eos_token_id=2)
+    ours = HFBackend(transformers.GPT2LMHeadModel(config).eval())
+    assert ours.info.context == context and ours.info.max_rewind is None
 
 
 def test_from_a_folder_and_from_a_gguf_file(tmp_path: Path) -> None:
     folder = save_folder(model("llama"), tmp_path / "folder")
     file = save_gguf(model("llama"), tmp_path / "tiny.gguf", tokenizer=True)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 7}))
     for path in (folder, file):
         ours = HFBackend.from_path(path)
-        assert ours.info.name == path.name and ours.info.eos_ids == (2,) and ours.info.context == 256
+        assert ours.info.name == path.name and ours.info.context == 256
+        assert ours.info.eos_ids == open_model(path).eos_ids and len(ours.info.eos_ids) == 2
         assert error(feed(ours, (ours.open(), TEXT, 5)).logits, reference(model("llama"), TEXT)[-5:]) < LIMIT
 
 

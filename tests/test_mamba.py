@@ -169,6 +169,33 @@ def test_rewinding_token_by_token_and_back_to_nothing() -> None:
     assert error(feed(ours, (short, TEXT[20:25], 5)).logits, reference(model(), TEXT[20:25])) < LIMIT
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_pass_that_fails_corrupts_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it may have overwritten is given up: older states, and with more tokens than are kept the present one."""
+    ours = backend(max_rewind=3)
+    slot, project, calls = ours.open(), ours._project, iter(range(100))
+    feed(ours, (slot, TEXT[:10], 0))
+
+    def fails(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        assert next(calls) < 10, "out of memory"
+        return project(x, matrix)
+
+    monkeypatch.setattr(ours, "_project", fails)
+    with pytest.raises(AssertionError, match="out of memory"):
+        feed(ours, (slot, TEXT[10 : 10 + count], 1))
+    monkeypatch.undo()
+    if count == 3:
+        with pytest.raises(BackendError, match="cannot rewind 2 tokens to 8; it goes back to 10"):
+            ours.rewind(slot, 8)
+        ours.rewind(slot, 10)
+        assert error(feed(ours, (slot, TEXT[10:12], 2)).logits, reference(model(), TEXT[:12])[10:]) < LIMIT
+    else:
+        for call in (ours.fork, ours.save, lambda one: ours.rewind(one, 10), lambda one: feed(ours, (one, [1], 1))):
+            with pytest.raises(BackendError, match="slot 0 lost its state in a pass that failed"):
+                call(slot)
+    ours.close(slot)
+
+
 def test_forks_go_separate_ways() -> None:
     ours = backend()
     slot = ours.open()

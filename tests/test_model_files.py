@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import quants
 
 from outrider.errors import MissingPackageError, ModelFileError
@@ -34,6 +35,7 @@ SCALINGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}),
     ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.5}),
 ]
+# transformers writes into the dictionary it is given: hand out copies.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.7] * 2, "long_factor": [4.0] * 8}
 
 
@@ -79,10 +81,31 @@ def test_positions_are_scaled_as_in_transformers(family: str, scaling: dict[str,
 
 
 def test_longrope_uses_the_short_factors_up_to_the_original_length(tmp_path: Path) -> None:
-    model = tiny.tiny("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    model = tiny.tiny("phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=64)
     for file in both(model, tmp_path):
         check_rope(file.spec, model)
         assert file.spec.context == 64
+
+
+def test_a_phi3_folder_may_leave_out_the_original_context(tmp_path: Path) -> None:
+    model = tiny.tiny("phi3", rope_parameters=dict(LONGROPE), max_position_embeddings=8192)
+    folder = tiny.save_folder(model, tmp_path)
+    left = {**LONGROPE, "rope_theta": 10000.0}  # without the original context that transformers writes there, too
+    edit(folder / "config.json", lambda config: config | {"rope_parameters": left})
+    edit(folder / "config.json", lambda config: config | {"original_max_position_embeddings": None})
+    spec = open_model(folder).spec
+    check_rope(spec, model)
+    assert spec.context == 4096 and spec.rope.scale > 1.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("outside", [{}, {"rope_theta": 500.0}], ids=str)
+def test_rope_scaling_stands_in_for_rope_parameters(outside: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny.save_folder(tiny.tiny("qwen2", rope_parameters={"rope_theta": 77.0}), tmp_path)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    edit(folder / "config.json", lambda config: config | {"rope_scaling": scaling, **outside})
+    check_rope(open_model(folder).spec, transformers.AutoModelForCausalLM.from_pretrained(folder))
+    edit(folder / "config.json", lambda config: config | {"rope_scaling": {}})
+    check_rope(open_model(folder).spec, transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_windows(tmp_path: Path) -> None:
@@ -97,9 +120,9 @@ def test_windows(tmp_path: Path) -> None:
     assert windows("phi3", sliding_window=16) == [(16, 16), (16, 16)]
     assert windows("qwen2", sliding_window=16) == [(), ()]  # not used unless it says so
     used = {"use_sliding_window": True, "sliding_window": 16}
-    assert windows("qwen2", **used, max_window_layers=1)[0] == (None, 16, 16)
+    assert windows("qwen2", **used, max_window_layers=1) == [(None, 16, 16), (None, 16, 16)]
     types = ["sliding_attention", "full_attention"]
-    assert windows("qwen3", **used, layer_types=types)[0] == (16, None)
+    assert windows("qwen3", **used, layer_types=types) == [(16, None), (16, None)]
     edit(tmp_path / "folder" / "config.json", lambda config: config | {"layer_types": None, "max_window_layers": 1})
     assert open_model(tmp_path / "folder").spec.windows == (None, 16)  # type: ignore[union-attr]
 
@@ -110,6 +133,21 @@ def test_tied(family: str, tied: bool, tmp_path: Path) -> None:
     for file in both(tiny.tiny(family, tie_word_embeddings=tied), tmp_path):
         assert file.spec.tied == tied
         assert ("output.weight" in file.shapes) != tied
+
+
+def test_an_output_matrix_that_is_stored_is_used(tmp_path: Path) -> None:
+    """Whatever the config says, as in transformers."""
+    model = tiny.tiny("llama")
+    folder = tiny.save_folder(model, tmp_path)
+    edit(folder / "config.json", lambda config: config | {"tie_word_embeddings": True})
+    file = open_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    assert not file.spec.tied and np.array_equal(file.read("output.weight"), theirs.detach().numpy())
+
+
+def test_heads_of_another_size(tmp_path: Path) -> None:
+    for file in both(tiny.tiny("llama", head_dim=24), tmp_path):
+        assert file.spec.head_dim == 24  # type: ignore[union-attr]
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -206,6 +244,9 @@ def test_end_tokens(tmp_path: Path) -> None:
     edit(folder / "config.json", lambda config: config | {"eos_token_id": None})
     assert open_model(folder).eos_ids == ()
     assert GGUFFile(tiny.save_gguf(tiny.tiny("llama"), tmp_path / "model.gguf")).eos_ids == ()
+    metadata = {"tokenizer.ggml.tokens": ["<|im_end|>", "<|im_end|>", "<|eot_id|>"]}
+    kinds = {"tokenizer.ggml.token_type": [4, 1, 3]}  # the second is just a piece
+    assert gguf_module.end_tokens(tmp_path, metadata | kinds, 3) == (0, 2)
 
 
 def test_the_hubs_cache_names_the_model(tmp_path: Path) -> None:

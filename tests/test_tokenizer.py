@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import LlamaTokenizerFast, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
 from outrider.errors import ModelFileError, RequestError
 from outrider.tokenizer.base import TextStream
 from outrider.tokenizer.build import tokenizer_from_folder, tokenizer_from_metadata
+from outrider.tokenizer.library import blaming
 from outrider.tokenizer.pre import PRES
 from outrider.tokenizer.template import ChatTemplate
 from outrider.tokenizer.text import TextTokenizer
@@ -343,7 +344,7 @@ def broken(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (broken(merges=None), "tokenizer.ggml.merges is missing"),
         (broken(merges=["a"]), r"merges\[0\] must be two pieces, got 'a'"),
         (broken(merges=["a b c"]), "must be two pieces"),
-        (broken(merges=["a nonsense"]), "merges do not fit the tokens .*nonsense"),
+        (broken(merges=["a nonsense"]), "merges do not fit the tokens.*nonsense"),
         (broken(bos_token_id=10**6), "bos_token_id is 1000000, but the file has"),
         (broken(eos_token_id=-1), "eos_token_id is -1"),
         (broken(eos_token_id="2"), "eos_token_id must be a token id, got '2'"),
@@ -363,6 +364,7 @@ def test_damaged_metadata(cases: Cases, change: Callable[[dict[str, Any]], dict[
     ("change", "reason"),
     [
         (broken(scores=None), "scores is missing"),
+        (broken(tokens=["<unk>", "<s>", "</s>", "x" * 1001], token_type=None), "a piece of 1001 characters"),
         (broken(scores=[0.0]), "scores has 1 entries"),
         (broken(scores=[None] * 2000), r"scores\[0\] must be a number"),
         (broken(token_type=[5] * 2000), "tokens is empty"),
@@ -385,6 +387,14 @@ def test_a_tokenizer_json_beside_the_file_or_inside_it(cases: Cases, tmp_path: P
     (tmp_path / "tokenizer.json").write_text(cases("gpt-2").reference.backend_tokenizer.to_str(), encoding="utf-8")
     with pytest.raises(ModelFileError, match="belongs to another model"):
         tokenizer_from_metadata(metadata, tmp_path / "model.gguf")
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelFileError, match=r"tokenizer.json: the file cannot be read"):
+        tokenizer_from_metadata(metadata, tmp_path / "model.gguf")
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_ignored(cases: Cases) -> None:
+    metadata = {**cases("gpt-2").metadata, "tokenizer.ggml.padding_token_id": 2**32 - 1}
+    assert tokenizer_from_metadata(metadata, FILE).encode("the rider") == cases("gpt-2").gguf.encode("the rider")
 
 
 def test_damaged_folders(cases: Cases, tmp_path: Path) -> None:
@@ -406,9 +416,15 @@ def test_damaged_folders(cases: Cases, tmp_path: Path) -> None:
     refuses("not valid JSON")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</done>"}')
     refuses("eos_token is '</done>', which tokenizer.json does not have")
+    for content in ("[" * 100_000, '{"a": ' * 100_000, '{"bos_token": "\\ud800"}'):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        refuses("not valid JSON")
+    for template in (3, [3], ["x"], [{"name": []}], [{"name": {}, "template": "x"}], {"default": 3}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        refuses("chat_template in tokenizer_config.json must be")
     for declared in ('["<x>"]', '{"one": {"content": "<x>"}}', '{"3": {}}', '{"3": "<x>"}', '{"3": {"content": 4}}'):
         (tmp_path / "tokenizer_config.json").write_text(f'{{"added_tokens_decoder": {declared}}}')
-        refuses("added_tokens_decoder in tokenizer_config.json is damaged")
+        refuses("in tokenizer_config.json is damaged")
 
 
 def test_a_folder_without_a_known_decoder_is_refused(tmp_path: Path) -> None:
@@ -427,14 +443,14 @@ def test_what_the_files_of_a_folder_say(cases: Cases, tmp_path: Path) -> None:
     assert (tokenizer_from_folder(tmp_path).bos_id, tokenizer_from_folder(tmp_path).eos_id) == (1, 2)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
     assert tokenizer_from_folder(tmp_path).eos_id == 0
-    config = {
+    config: dict[str, Any] = {
+        "eos_token": "<|endoftext|>",
         "added_tokens_decoder": {str(plain.vocab_size): {"content": "<new>", "special": True}},
         "chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d{{ eos_token }}"}],
-        "add_eos_token": True,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     told = tokenizer_from_folder(tmp_path)
-    assert told.encode("a<new>")[1:] == [plain.vocab_size, 0] and told.token_bytes(plain.vocab_size) == b""
+    assert told.encode("a<new>")[1:] == [plain.vocab_size] and told.token_bytes(plain.vocab_size) == b""
     assert told.chat([{"role": "user", "content": "x"}]) == "d<|endoftext|>"
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert tokenizer_from_folder(tmp_path).chat_template == "from the file"
@@ -442,6 +458,111 @@ def test_what_the_files_of_a_folder_say(cases: Cases, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFileError, match="says '<far>' is token 99999"):
         tokenizer_from_folder(tmp_path)
+
+
+def like_transformers(folder: Path, config: dict[str, Any], texts: list[str]) -> Any:
+    """The tokenizer of transformers for this configuration, after comparing ours with it."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), tokenizer_from_folder(folder)
+    assert ours.vocab_size == len(theirs)
+    for text in texts:
+        tokens = theirs(text)["input_ids"]
+        assert ours.encode(text) == tokens, (config, text)
+        assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True), (config, text)
+    return theirs
+
+
+@pytest.mark.parametrize("flags", [(True, True), (False, False), (True, False), (None, True)], ids=str)
+@pytest.mark.parametrize("around", [False, True])
+def test_flags_beside_a_tokenizer_json_mean_nothing(
+    cases: Cases, flags: tuple[bool | None, bool], around: bool, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_str(cases("gpt-2").reference.backend_tokenizer.to_str())
+    if around:
+        special = [(SPECIALS[1], 1), (SPECIALS[2], 2)]
+        single = f"{SPECIALS[1]} $A {SPECIALS[2]}"
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    given = {"add_bos_token": flags[0], "add_eos_token": flags[1]}
+    config = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2], **given}
+    theirs = like_transformers(tmp_path, config, ["the rider", ""])
+    assert (theirs("a")["input_ids"][0] == 1) is around
+
+
+@pytest.mark.parametrize(
+    ("own", "config"),
+    [
+        ({"special": True}, {"declared": {"rstrip": True, "normalized": False, "special": True}}),
+        ({"normalized": False}, {"declared": {"normalized": False, "special": True}}),
+        ({"special": True, "normalized": False}, {"declared": {"normalized": False, "special": False}}),
+        ({"normalized": False}, {"declared": {"normalized": False}, "pad_token": "<r>"}),
+        ({"normalized": False}, {"additional_special_tokens": ["<r>"]}),
+        ({"normalized": False}, {"extra_special_tokens": ["<r>"]}),
+        ({"normalized": False}, {"extra_special_tokens": {"r_token": "<r>"}}),
+        ({"normalized": False}, {"image_token": "<r>"}),
+        ({"normalized": False}, {"pad_token": "<r>", "unk_token": "rider"}),
+        (None, {"additional_special_tokens": ["<r>", "<new>"]}),
+        (None, {"extra_special_tokens": {"a_token": "<r>"}, "additional_special_tokens": ["<new>"]}),
+        (None, {"pad_token": "<r>", "mask_token": {"__type": "AddedToken", "content": "<new>", "lstrip": True}}),
+    ],
+    ids=str,
+)
+def test_added_tokens_are_those_of_transformers(
+    cases: Cases, own: dict[str, bool] | None, config: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_str(cases("gpt-2").reference.backend_tokenizer.to_str())
+    if own is not None:
+        tokenizer.add_tokens([AddedToken("<r>", **own)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": SPECIALS[1], **config}
+    if "declared" in config:
+        config["added_tokens_decoder"] = {tokenizer.token_to_id("<r>"): {"content": "<r>", **config.pop("declared")}}
+    like_transformers(tmp_path, config, ["a <r>  b <new>c", "the rider <r>", "<tool> <r><new> x"])
+
+
+ODD_TOKENIZERS: list[tuple[dict[str, Any], str]] = [
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be used.*precompiled_charsmap"),
+    ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}}, "does not work.*unk_id"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}}, "does not work.*Missing"),
+    (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "nope", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+        "does not work.*no entry found",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), ODD_TOKENIZERS)
+def test_a_tokenizer_that_fails_is_the_files_fault(
+    cases: Cases, change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Rust's panics among them, and what would only show with the first text."""
+    whole = json.loads(cases("gpt-2").reference.backend_tokenizer.to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**whole, **change}))
+    with pytest.raises(ModelFileError, match=reason) as caught:
+        tokenizer_from_folder(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["continuing_subword_prefix", "continuing\\u005fsubword_prefix"])
+def test_a_prefix_that_would_end_the_process_never_gets_there(cases: Cases, name: str, tmp_path: Path) -> None:
+    text = cases("gpt-2").reference.backend_tokenizer.to_str()
+    assert '"continuing_subword_prefix":null' in text
+    (tmp_path / "tokenizer.json").write_text(text.replace('"continuing_subword_prefix":null', f'"{name}": "x"'))
+    with pytest.raises(ModelFileError, match="with a continuing_subword_prefix cannot be used"):
+        tokenizer_from_folder(tmp_path)
+
+
+def test_an_interruption_is_nobodys_fault() -> None:
+    for kind in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(kind), blaming(FILE, "it is damaged"):
+            raise kind
 
 
 def test_text_that_is_not_unicode_is_refused(cases: Cases) -> None:
@@ -546,6 +667,23 @@ def template(source: str) -> ChatTemplate:
         "{{ 'a' * 1000000000 }}",
         "{{ [1] * 10 ** 9 }}",
         "{{ 10 ** 1000000 }}",
+        "{% set ns = namespace(x=2**64) %}{% for i in range(12) %}{% set ns.x = ns.x ** 64 %}{% endfor %}",
+        "{% set ns = namespace(x=2**64) %}{% for i in range(30) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=1000000000) }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ 'a' | center(1000000000) }}",
+        "{{ 'a' | indent(1000000000, true) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a'.zfill(1000000000) }}",
+        "{{ ('a' * 9000000).replace('a', 'b' * 1000) }}",
+        "{{ [1] | batch(900000000, 0) | list }}",
+        "{{ [[1]] | tojson(indent=900000000) }}",
         "{% set text = 'a' * 100000 %}{% for a in range(1000) %}{{ text }}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ lipsum(n=100000) }}",

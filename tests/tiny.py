@@ -157,13 +157,17 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _position_factors(config: Any) -> dict[str, np.ndarray]:
     given = getattr(config, "rope_parameters", None) or {}
     if given.get("rope_type") == "longrope":
         return {f"rope_factors_{one}.weight": np.array(given[f"{one}_factor"], np.float32) for one in ("short", "long")}
     if given.get("rope_type") != "llama3":
         return {}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = _head_dim(config)
     factor, low, high = (given[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     length, factors = given["original_max_position_embeddings"], []
     for pair in range(head_dim // 2):
@@ -199,17 +203,20 @@ def _add_keys(writer: GGUFWriter, model: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    head_dim = _head_dim(config)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+        slides = [one == "sliding_attention" for one in getattr(config, "layer_types", None) or []]
+        if len(set(slides)) > 1:
+            writer.add_sliding_window_pattern(slides)
     _add_positions(writer, config)
 
 
 def _add_positions(writer: GGUFWriter, config: Any) -> None:
-    given = config.rope_parameters
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    given, head_dim = config.rope_parameters, _head_dim(config)
     writer.add_rope_dimension_count(int(head_dim * given.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(given["rope_theta"])
     kind = given["rope_type"]

@@ -237,8 +237,6 @@ class TransformerBackend:
             self._run_layers(weights.layers[start:stop], start, self.store.layers, work, self._constants)
             if stop in hidden:
                 states[stop] = x.clone()
-        if 0 in hidden:
-            states[0] = weights.embedding[tokens]
         if wanted is not None:
             x = x.index_select(0, wanted)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)

@@ -1,9 +1,10 @@
 """From the config.json of a Hugging Face folder to a spec. Tensors are the business of `folder.py`.
 
-Sizes, the context and the norms' epsilon must be there. What else is absent counts as in transformers: silu, untied
-(mamba: tied), rotary positions of base 10,000 over whole heads, mistral's window of 4096 tokens, phi3's original context
-of 4096. Two defaults are one for all families: as many key heads as query heads, and heads that share the width evenly.
-Where transformers has others (mistral: 8 key heads, qwen3: heads of 128), the tensors do not fit and are refused.
+Sizes, the context (but mamba's) and the norms' epsilon must be there. What else is absent counts as in transformers:
+silu, untied (mamba: tied), rotary positions of base 10,000 over whole heads, mistral's window of 4096 tokens, phi3's
+original context of 4096, no other windows. Two defaults are the same for all families: as many key heads as query
+heads, and heads that share the width evenly. Where transformers has others (mistral: 8 key heads, qwen3: heads of 128),
+the tensors do not fit and are refused.
 """
 
 from __future__ import annotations

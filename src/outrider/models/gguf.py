@@ -249,7 +249,7 @@ class _Translator:
         pattern = self.facts.values.get(self.key("attention.sliding_window_pattern"), [True] * num_layers)
         if not isinstance(pattern, list) or len(pattern) != num_layers or any(one not in (0, 1) for one in pattern):
             raise self.facts.fail(
-                f"{self.key('attention.sliding_window_pattern')} must be a list of {num_layers} flags, one for each layer"
+                f"{self.key('attention.sliding_window_pattern')} must be a list of {num_layers}, a flag for each layer"
             )
         return tuple(window if slides else None for slides in pattern)
 

@@ -96,7 +96,7 @@ def _number(fields: Fields, pieces: list[str], unused: set[int]) -> dict[str, in
     ids = {pieces[token]: token for token in used}
     if len(ids) != len(used):
         twin = next(token for token in used if ids[pieces[token]] != token)
-        twins = f"tokens {twin} and {ids[pieces[twin]]} are both {pieces[twin]!r}"
+        twins = f"tokens {twin} and {ids[pieces[twin]]} are both {pieces[twin]!r:.60}"
         raise fields.error(f"{_PREFIX}tokens: {twins}; the file is damaged, fetch or convert it again")
     return ids
 
@@ -113,8 +113,8 @@ def _check_same(fields: Fields, vocabulary: _Vocabulary, tokenizer: Tokenizer) -
         if tokenizer.id_to_token(token) != piece:
             other = tokenizer.id_to_token(token)
             raise fields.error(
-                f"its tokenizer.json belongs to another model: token {token} is {other!r} there and {piece!r} in the "
-                "file; put the model's own tokenizer.json beside it"
+                f"its tokenizer.json belongs to another model: token {token} is {other!r:.60} there and {piece!r:.60} "
+                "in the file; put the model's own tokenizer.json beside it"
             )
     return tokenizer
 
@@ -134,13 +134,15 @@ def _from_pieces(fields: Fields, model: str, vocabulary: _Vocabulary) -> Tokeniz
         name, architecture = fields.text(f"{_PREFIX}pre"), fields.text("general.architecture") or ""
         pre = pre_for(name, architecture)
         if pre is None:
-            unknown = f"the pre-tokenizer {name!r} ({_PREFIX}pre) is not known; those known are {', '.join(PRES)}"
+            unknown = f"the pre-tokenizer {name!r:.60} ({_PREFIX}pre) is not known; those known are {', '.join(PRES)}"
             return _beside(fields, vocabulary, unknown)
         tokenizer, adds_bos = _byte_level(fields, vocabulary, pre.whole_words), pre.adds_bos
         tokenizer.pre_tokenizer = pre.pre_tokenizer()
         tokenizer.normalizer = pre.normalizer()
     else:
-        return _beside(fields, vocabulary, f"tokenizers of the kind {model!r} ({_PREFIX}model) cannot be built from it")
+        return _beside(
+            fields, vocabulary, f"tokenizers of the kind {model!r:.60} ({_PREFIX}model) cannot be built from it"
+        )
     with blaming(fields.path, f"{_PREFIX}tokens cannot be used; fetch or convert the file again"):
         _add_tokens(tokenizer, vocabulary, strips=model == "llama" and _is_phi3(fields))
         _set_ends(fields, tokenizer, vocabulary, adds_bos)
@@ -190,7 +192,7 @@ def _given_merges(fields: Fields) -> list[tuple[str, str]]:
         where = next(at for at, merge in enumerate(merges) if len(merge) != _PAIR)
         shown = " ".join(merges[where])
         raise fields.error(
-            f"{_PREFIX}merges[{where}] must be two pieces, got {shown!r}; fetch or convert the file again"
+            f"{_PREFIX}merges[{where}] must be two pieces, got {shown!r:.60}; fetch or convert the file again"
         )
     return merges  # type: ignore[return-value]  # every one has two
 

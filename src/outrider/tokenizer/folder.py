@@ -1,8 +1,8 @@
 """Tokenizers from a folder as Hugging Face lays it out: tokenizer.json says how, the files beside it name tokens.
 
 tokenizer.json is taken at its word, also for the tokens around a text: add_bos_token and add_eos_token of
-tokenizer_config.json mean nothing beside it, as in transformers 5. Which tokens are added, and which of them are special,
-follows transformers, too.
+tokenizer_config.json mean nothing beside it, as in transformers 5. Which tokens are added, and which of them are
+special, follows transformers, too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _named(settings: Mapping[str, Any], path: Path) -> dict[str, AddedToken]:
 
 def _extra(settings: Mapping[str, Any], path: Path) -> list[AddedToken]:
     """Special tokens without a name."""
-    given = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    extra, older = (settings.get(f"{kind}_special_tokens") for kind in ("extra", "additional"))
+    given = extra if extra and isinstance(extra, list) else older
     tokens = [_special(value, path) for value in given] if isinstance(given, list) else []
     return [token for token in tokens if token is not None]
 
@@ -117,9 +118,7 @@ def _end(tokenizer: Tokenizer, path: Path, names: Mapping[str, str], name: str) 
     return None
 
 
-def _add_tokens(
-    tokenizer: Tokenizer, settings: Mapping[str, Any], named: Mapping[str, AddedToken], path: Path
-) -> None:
+def _add_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], named: Mapping[str, AddedToken], path: Path) -> None:
     """Tokens beyond tokenizer.json, or with other flags: first those declared with an id, then named and extra ones
     that nothing has added yet. What has a name is special."""
     declared = _declared(settings, path)

@@ -1,29 +1,31 @@
 """Chat templates: a model file's own Jinja program that writes a conversation the way the model was trained on.
 
 Set up as transformers does, so the same template gives the same text. The program comes from a file somebody
-downloaded: it runs in Jinja's sandbox, and what it can repeat or write is limited.
+downloaded: it runs in Jinja's sandbox, out of which it cannot reach, and what it counts, writes and makes of texts and
+numbers is limited (`growth.py`). That bounds the common ways to fill memory, not time: a template can still take long.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import ModelFileError, RequestError
+from outrider.tokenizer.growth import MAX_CHARACTERS, check, check_call, check_operator
 
-MAX_CHARACTERS = 10_000_000  # more than any context holds
 MAX_REPEATS = 100_000  # numbers all range() of one rendering may yield together
-MAX_POWER = 64
 
 
 class ChatTemplate:
@@ -40,12 +42,12 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt of this conversation."""
         variables = {
+            **self._names,  # first: a file must not put anything in the place of the messages
             "messages": _checked(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "range": _Ranges().take,
-            **self._names,
         }
         try:
             return self._write(variables)
@@ -88,7 +90,7 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 class _Ranges:
-    """range() for one rendering: nested loops draw on one allowance, so no template runs on for ever."""
+    """range() for one rendering: nested loops draw on one allowance."""
 
     def __init__(self) -> None:
         self._left = MAX_REPEATS
@@ -101,24 +103,49 @@ class _Ranges:
         return numbers
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also refuses to multiply a text or a number beyond all measure."""
+class _Code(CodeGenerator):
+    """Jinja's compiler, but for `a ~ b`: the sandbox gets to see it."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.join((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses to make texts, lists and numbers beyond all measure."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    code_generator_class = _Code
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(right, int) and right > MAX_POWER:
-            raise jinja2.TemplateRuntimeError(f"it raises to the power {right}")
-        if operator == "*" and _product_size(left, right) > MAX_CHARACTERS:
-            raise jinja2.TemplateRuntimeError(f"it repeats a text or list beyond {MAX_CHARACTERS}")
+        check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 as Jinja has it
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            check_call(method.__name__, owner, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
 
-def _product_size(left: Any, right: Any) -> int:
-    for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, (str, list, tuple)) and isinstance(times, int):
-            return len(repeated) * times
-    return 0
+    def join(self, parts: Sequence[Any]) -> str:
+        texts = [str(part) for part in parts]
+        check(sum(map(len, texts)))
+        return "".join(texts)
+
+
+def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is asked for its size first."""
+
+    @wraps(function)
+    def limited(value: Any, *args: Any, **kwargs: Any) -> Any:
+        check_call(name, value, args, kwargs)
+        return function(value, *args, **kwargs)
+
+    return limited
 
 
 class _Generation(Extension):
@@ -153,6 +180,8 @@ def _check_name(name: object) -> None:
 def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
+    for name in ("center", "indent", "format", "batch", "tojson"):
+        environment.filters[name] = _limited(name, environment.filters[name])
     del environment.globals["lipsum"]  # writes as much as it is asked to
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Names, dict=_new_dict
