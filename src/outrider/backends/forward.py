@@ -117,7 +117,9 @@ def attend(blocks: list[Block], number: int, held: torch.Tensor, kv_heads: int) 
         mixed = functional.scaled_dot_product_attention(
             queries, keys, values, block.mask, 0.0, False, scale=None, enable_gqa=queries.size(1) != kv_heads
         )
-        parts.append(mixed.transpose(1, 2).reshape(mixed.size(0) * mixed.size(2), -1))
+        if mixed.size(2) != 1:
+            mixed = mixed.transpose(1, 2)
+        parts.append(mixed.reshape(queries.size(0) * queries.size(2), -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

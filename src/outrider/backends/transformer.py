@@ -77,8 +77,7 @@ class TransformerBackend:
         )
         self._run_layers = compiled() if self.device.type == "cpu" else run_layers
         self._kept_rows: dict[int, Rows] = {}
-        self._frequencies = torch.tensor(spec.rope.frequencies, dtype=torch.float32, device=self.device)
-        self._scale = torch.tensor(spec.rope.scale, device=self.device)
+        self._frequencies = np.array(spec.rope.frequencies, dtype=np.float32)
 
     def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
         assert self.number == 0, "a draft that shares pages is given the target's slots"
@@ -223,15 +222,17 @@ class TransformerBackend:
     def _set_turns(self, rows: Rows, positions: Ints) -> None:
         """How far queries and keys turn at these positions; values and what is not rotary stay as they are (1)."""
         spec = self.spec
-        angles = torch.outer(torch.from_numpy(positions).to(self.device, torch.float32), self._frequencies)
+        angles = positions[:, None].astype(np.float32) * self._frequencies
+        turns = np.empty(angles.shape, dtype=np.complex64)
+        turns.real, turns.imag = np.cos(angles), np.sin(angles)
         every = rows.turns.view(len(positions), -1, spec.head_dim // 2)
         turning = every[:, : spec.num_heads + spec.num_kv_heads, : angles.shape[1]]
-        turning.copy_(torch.polar(self._scale.expand_as(angles), angles).unsqueeze(1))
+        turning.copy_(torch.from_numpy(turns * np.float32(spec.rope.scale)).unsqueeze(1))
 
     def _forward(self, tokens: torch.Tensor, work: Work, wanted: torch.Tensor | None, hidden: Sequence[int]) -> Scored:
         """Logits of the rows wanted (None: all) and the hidden states asked for, of one pass."""
         weights, x = self.weights, work.rows.x
-        x.copy_(weights.embedding[tokens])
+        torch.index_select(weights.embedding, 0, tokens, out=x)
         states: dict[int, torch.Tensor] = {}
         for start, stop in pairwise([0, *sorted({*hidden, self.spec.num_layers})]):
             self._run_layers(weights.layers[start:stop], start, self.store.layers, work, self._constants)
