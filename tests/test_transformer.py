@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.base import Spans
+from outrider.backends.forward import run_layers
 from outrider.backends.transformer import TransformerBackend
 from outrider.engine.engine import Engine
 from outrider.errors import BackendError
@@ -201,6 +202,27 @@ def test_a_mixed_batch(pair: tuple[TransformerBackend, Any]) -> None:
             whole = tokens + [new[one] for one in paths[-1]]
             state = model(torch.tensor([whole]), output_hidden_states=True).hidden_states[1][0, -1].numpy()
         assert error(hidden[index][-1], state) < 1e-4, f"span {index}"
+
+
+def test_a_short_and_a_long_sequence_are_not_padded_to_each_other(files: Path) -> None:
+    """Decodes whose lengths differ much go into blocks of their own; the rows are the same."""
+    backend, model = load(files / "mistral", num_pages=256), reference("mistral")
+    texts = [text(length, seed=length) for length in (200, 3, 190, 10)]
+    slots = [opened(backend) for _ in texts]
+    for slot, tokens in zip(slots, texts, strict=True):
+        feed(backend, slot, tokens, rows=0)
+    spans = Spans(slots, [len(tokens) for tokens in texts], [1] * 4, [1] * 4, np.array([7, 8, 9, 10]))
+    rows = backend.score(spans).logits
+    for row, tokens, token in zip(rows, texts, (7, 8, 9, 10), strict=True):
+        assert error(row, truth(model, [*tokens, token])[-1]) < 1e-4
+
+
+def test_without_torchscript_the_same_function_runs_from_python(pair: tuple[TransformerBackend, Any]) -> None:
+    backend, model = pair
+    assert isinstance(backend._run_layers, torch.jit.ScriptFunction), "TorchScript took the layers"
+    backend._run_layers = run_layers
+    tokens = text(30)
+    assert error(feed(backend, opened(backend), tokens), truth(model, tokens)) < 1e-4
 
 
 def test_saved_and_loaded(pair: tuple[TransformerBackend, Any]) -> None:
