@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
@@ -11,6 +13,11 @@ from outrider.engine.engine import Engine
 
 settings.register_profile("outrider", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("outrider")
+
+
+def drafter_of(engine: Engine) -> Any:
+    """The engine's first drafter, if it has one."""
+    return next(iter(engine.loop.router.drafters.values()), None)
 
 
 def check_caches(engine: Engine) -> None:
@@ -28,13 +35,17 @@ def check_caches(engine: Engine) -> None:
             assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
             if len(job.tokens) > job.num_prompt:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
-    drafter = loop.drafter
-    if isinstance(drafter, ModelDrafter) and drafter.shares_slots:
-        for seat in drafter.seats.values():
-            assert drafter.backend.length(seat.slot) == seat.length, "the draft holds more or less than its seat says"
-    if isinstance(drafter, ModelDrafter) and isinstance(drafter.backend, MockBackend):
+    for drafter in loop.router.drafters.values():
+        if isinstance(drafter, ModelDrafter):
+            check_draft(engine, drafter)
+
+
+def check_draft(engine: Engine, drafter: ModelDrafter) -> None:
+    for seat in drafter.seats.values():
+        assert drafter.backend.length(seat.slot) == seat.length, "the draft holds more or less than its seat says"
+    if isinstance(drafter.backend, MockBackend):
         assert drafter.backend.num_slots == len(drafter.seats)
-        running = {job.id: job for job in loop.scheduler.running}
+        running = {job.id: job for job in engine.loop.scheduler.running}
         assert drafter.seats.keys() <= running.keys(), "the draft holds slots of jobs that are over"
         for job_id, seat in drafter.seats.items():
             held = drafter.backend.cached(seat.slot)

@@ -23,6 +23,8 @@ from outrider.engine.engine import Engine
 from outrider.errors import BackendError, DraftError, RequestError, TokenRangeError, VocabularyError
 from outrider.types import FinishReason, Job, Request, Scores, Slot
 
+from conftest import drafter_of
+
 CONFIG = MockConfig(vocab_size=26, seed=3)
 DRAFT = replace(CONFIG, drift=0.6)
 
@@ -43,7 +45,7 @@ def nothing_left(engine: Engine, within_s: float = 0.0) -> None:
         time.sleep(0.001)
     assert engine.num_requests == 0
     assert engine.loop.target.num_slots == 0
-    assert not isinstance(engine.loop.drafter, ModelDrafter) or engine.loop.drafter.backend.num_slots == 0
+    assert not isinstance(drafter_of(engine), ModelDrafter) or drafter_of(engine).backend.num_slots == 0
 
 
 def test_the_readme_example() -> None:
@@ -200,7 +202,7 @@ def test_the_draft_stops_within_one_step_of_a_cancel() -> None:
     engine = load(draft=Nosy(DRAFT), width=8)
     result = engine.generate(" the", seed=1, max_tokens=20, request_id="mine")
     assert result.finish_reason is FinishReason.CANCELLED and result.token_ids == []
-    assert engine.loop.drafter.backend.num_passes == 1
+    assert drafter_of(engine).backend.num_passes == 1
     nothing_left(engine)
 
 
@@ -295,7 +297,7 @@ def test_any_chunking_of_the_prompt(chunk: int, draft: Any, rule: str) -> None:
 def test_the_draft_reads_a_token_once() -> None:
     """R14: after a round it reads at most accepted + 1 new tokens, never the history."""
     engine = load(width=4)
-    draft, fed = engine.loop.drafter.backend, []
+    draft, fed = drafter_of(engine).backend, []
     events = engine.stream(list(range(20)), seed=5, max_tokens=60)
     accepted = []
     for event in events:
@@ -309,13 +311,13 @@ def test_the_draft_reads_a_token_once() -> None:
 def test_the_draft_catches_up_in_chunks() -> None:
     engine = load(prefill_chunk=4, width=3)
     sizes = []
-    score = engine.loop.drafter.backend.score
+    score = drafter_of(engine).backend.score
 
     def watched(spans: Spans) -> Scores:
         sizes.append(max(spans.counts))
         return score(spans)
 
-    engine.loop.drafter.backend.score = watched
+    drafter_of(engine).backend.score = watched
     result = engine.generate(list(range(22)), seed=5, max_tokens=10)
     assert max(sizes) <= 4 and result.statistics.drafted > 0
     assert result.token_ids == load(width=0).generate(list(range(22)), seed=5, max_tokens=10).token_ids
@@ -465,8 +467,8 @@ def test_a_broken_drafter_is_said(script: Any, message: str) -> None:
 
 def test_a_drafter_that_proposes_too_much_is_refused() -> None:
     class Eager(ScriptedDrafter):
-        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
-            return super().propose(jobs, [width + 1 for width in widths])
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Any:
+            return super().propose(jobs, [width + 1 for width in widths], trees)
 
     engine = load(draft=Eager(lambda tokens, width: [0] * width))
     with pytest.raises(DraftError, match="proposed \\[5\\] tokens where \\[4\\] were allowed"):
@@ -483,8 +485,8 @@ def test_a_drafter_that_proposes_too_much_is_refused() -> None:
 )
 def test_drafts_of_the_wrong_shape_are_refused(change: dict[str, Any], message: str) -> None:
     class Odd(ScriptedDrafter):
-        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
-            return replace(super().propose(jobs, widths), **change)
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Any:
+            return replace(super().propose(jobs, widths, trees), **change)
 
     engine = load(draft=Odd(lambda tokens, width: [0] * width))
     with pytest.raises(DraftError, match=message):
@@ -544,7 +546,7 @@ def test_a_model_that_fails_to_go_back_is_said(
         raise RuntimeError("lost")
 
     engine = load(draft=replace(CONFIG, drift=3.0))
-    model = engine.loop.target if method == "keep" else engine.loop.drafter.backend
+    model = engine.loop.target if method == "keep" else drafter_of(engine).backend
     monkeypatch.setattr(model, method, fail.__get__(model))
     with pytest.raises(error, match=f"{message}: RuntimeError: lost"):
         engine.generate([1], seed=1, max_tokens=30)
@@ -828,8 +830,8 @@ def test_a_drafter_that_misbehaves_touches_only_those_it_drafts_for() -> None:
         change: dict[str, Any] = {}  # noqa: RUF012
         returned: Any = 0
 
-        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
-            return replace(super().propose(jobs, widths), **self.change)
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Any:
+            return replace(super().propose(jobs, widths, trees), **self.change)
 
         def observe(self, *_: Any) -> Any:
             return self.returned
@@ -864,9 +866,9 @@ def test_a_drafter_sees_no_job_after_it_was_told_to_forget_it() -> None:
     class Strict(ScriptedDrafter):
         known: set[int] = set()  # noqa: RUF012
 
-        def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Any:
+        def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Any:
             self.known |= {job.id for job in jobs}
-            return super().propose(jobs, widths)
+            return super().propose(jobs, widths, trees)
 
         def observe(self, plan: Any, *_: Any) -> int:
             assert {job.id for job in plan.deciding} <= self.known
@@ -886,19 +888,19 @@ def test_a_drafter_sees_no_job_after_it_was_told_to_forget_it() -> None:
     with pytest.raises(ValueError, match="mine"):
         engine.generate([1], seed=2, on_token=angry)
     assert len(list(stream)[-1].result.token_ids) == 30
-    assert not engine.loop.drafter.known
+    assert not drafter_of(engine).known
 
 
 def test_a_job_seated_late_is_read_in_chunks() -> None:
     engine = load(draft=replace(DRAFT, max_slots=1), prefill_chunk=8)
     sizes = []
-    score = engine.loop.drafter.backend.score
+    score = drafter_of(engine).backend.score
 
     def watched(spans: Spans) -> Scores:
         sizes.append(max(spans.counts))
         return score(spans)
 
-    engine.loop.drafter.backend.score = watched
+    drafter_of(engine).backend.score = watched
     prompts = [list(range(26)), list(range(26))]
     results = engine.generate([Request.of(prompts[b], {"seed": b, "max_tokens": 10 + 40 * b}) for b in range(2)])
     assert max(sizes) <= 8 and results[1].statistics.drafted > 0

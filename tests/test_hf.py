@@ -268,5 +268,5 @@ def test_a_target_that_cannot_rewind_drafts_one_token_at_most(family: str, rule:
     ours = backend(family)
     plain = answers(ours, rule).tokens
     spec = answers(ours, rule, draft=backend(family), width=4)
-    assert spec.tokens == plain and max(spec.statistics.rounds_by_drafted) == 1
+    assert spec.tokens == plain and max(spec.statistics.rounds_by_depth) == 1
     assert any("cannot rewind" in why for why in spec.statistics.fallbacks)

@@ -107,7 +107,7 @@ def keep_the_refused(patch: Patch) -> None:
                 rewind(self, slot, kept + 1)
                 stale.add((self, slot))
 
-    def skip_first(self: MockBackend, slot: Slot, start: int, fed: Sequence[int]) -> None:
+    def skip_first(self: MockBackend, slot: Slot, start: int, fed: Sequence[int], parents: object = None) -> None:
         if (self, slot) in stale:
             stale.remove((self, slot))
             start, fed = start + 1, fed[1:]

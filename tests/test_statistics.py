@@ -9,10 +9,13 @@ import pytest
 from outrider.backends.mock import MockBackend
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
-from outrider.draft.lookup import NgramDrafter, ScriptedDrafter
+from outrider.draft.lookup import ScriptedDrafter
+from outrider.draft.ngram import NgramDrafter
 from outrider.engine.engine import Engine
-from outrider.metrics import PassCosts, PassTimes, Statistics, Tempo
+from outrider.metrics import Outcome, PassCosts, PassTimes, Statistics, Tempo
 from outrider.types import Plan, Request, SamplingParams
+
+from conftest import drafter_of
 
 
 def test_empty_statistics_are_zeros_and_nulls() -> None:
@@ -37,7 +40,7 @@ def test_empty_statistics_are_zeros_and_nulls() -> None:
 )
 def test_a_round(drafted: int, accepted: int, emitted: int, expected: tuple[int, ...]) -> None:
     counts = Statistics()
-    counts.add_round(drafted, accepted, emitted)
+    counts.add_round(Outcome.of_chain(drafted, accepted, emitted))
     assert (counts.accepted, counts.rejected, counts.bonus, counts.unread) == expected
     assert counts.drafted == counts.accepted + counts.rejected + counts.unread
     assert counts.tokens == emitted
@@ -46,7 +49,7 @@ def test_a_round(drafted: int, accepted: int, emitted: int, expected: tuple[int,
 def test_acceptance_by_position() -> None:
     counts = Statistics()
     for drafted, accepted in ((3, 3), (3, 1), (3, 0), (1, 1)):
-        counts.add_round(drafted, accepted, accepted + 1)
+        counts.add_round(Outcome.of_chain(drafted, accepted, accepted + 1))
     assert counts.accepted_by_position == [3 / 4, 1 / 3, 1 / 3]
     assert counts.acceptance_rate == 5 / 10
     assert counts.tokens_per_round == 9 / 4
@@ -134,7 +137,7 @@ def test_engine_and_request_statistics_add_up() -> None:
     for name in ("rounds", "tokens", "drafted", "accepted", "rejected", "bonus", "unread"):
         assert getattr(engine.statistics, name) == sum(getattr(r.statistics, name) for r in results)
     assert engine.statistics.passes == engine.loop.target.num_passes
-    assert engine.statistics.draft_steps == engine.loop.drafter.backend.num_passes
+    assert engine.statistics.draft_steps == drafter_of(engine).backend.num_passes
     assert results[0].statistics.drafted == 0
     engine.reset_statistics()
     assert engine.statistics.report() == Statistics().report()
@@ -144,12 +147,12 @@ def test_engine_and_request_statistics_add_up() -> None:
 def test_ngram_lookup_proposes_what_followed_and_repeats_loops() -> None:
     config = MockConfig(vocab_size=16, seed=1)
     engine = Engine.load(MockBackend(config), draft="ngram")
-    drafter = engine.loop.drafter
+    drafter = drafter_of(engine)
     assert isinstance(drafter, NgramDrafter)
 
     def lookup(tokens: list[int], width: int) -> list[int]:
         with engine.stream(tokens) as stream:
-            return drafter.propose([stream._job], [width]).tokens.tolist()
+            return drafter.propose([stream._job], [width], [False]).tokens.tolist()
 
     assert lookup([5, 6, 7, 8, 1, 5, 6, 7], 3) == [8, 1, 5]
     assert lookup([5, 6, 9, 4, 6, 3, 5, 6], 1) == [9]  # the longer match wins over the later one
@@ -159,7 +162,7 @@ def test_ngram_lookup_proposes_what_followed_and_repeats_loops() -> None:
     assert lookup([1, 2, 3, 4], 4) == []
     assert lookup([1], 4) == []
     assert drafter.observe(Plan([], [], [], []), None, None) == 0
-    assert not drafter._indices
+    assert not drafter.lookups
 
 
 def test_the_estimate_knows_that_a_target_without_rewind_saves_nothing() -> None:
@@ -209,6 +212,6 @@ def test_advice_prefers_the_estimate_when_few_rounds_can_be_compared() -> None:
     assert counts.advice is not None and "measured 0.50x" in counts.advice  # nothing better is known
     counts.costs.add(1, 1.0)
     counts.costs.add(5, 2.0)
-    counts.add_round(4, 4, 5)
+    counts.add_round(Outcome.of_chain(4, 4, 5))
     counts.wide.add_pass(PassTimes(0.0, 2.0, 0.0, 4, 5, True), batch=1)
     assert counts.estimated_speedup == 2.5 and counts.advice is None

@@ -26,6 +26,8 @@ from outrider.types import Slot
 
 from tiny import save_folder, save_gguf, tiny
 
+from conftest import drafter_of
+
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3")
 VOCAB = 101
 
@@ -105,10 +107,11 @@ def test_only_wanted_rows_and_hidden_states(pair: tuple[TransformerBackend, Any]
     assert error(scores.logits, truth(model, tokens)[-3:]) < 1e-4
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        last = model.model.norm(torch.as_tensor(scores.hidden[layers - 1]))  # theirs is after the final norm
-    for layer in range(layers - 1):
+        last = model.model.norm(torch.as_tensor(scores.hidden[layers - 2]))
+    for layer in range(layers - 2):
         assert error(scores.hidden[layer], states[layer][0].numpy()) < 1e-4
     assert error(last.numpy(), states[-1][0].numpy()) < 1e-4
+    assert error(scores.hidden[layers - 1], states[-1][0].numpy()) < 1e-4, "the last is after the output norm"
 
 
 def test_after_rewind(pair: tuple[TransformerBackend, Any]) -> None:
@@ -170,6 +173,11 @@ def test_a_tree_is_its_unrolled_paths(pair: tuple[TransformerBackend, Any]) -> N
     for node, path in enumerate(paths_of(TREE)):
         wanted = truth(model, before + [nodes[one] for one in path])[-1]
         assert error(rows[node], wanted) < 1e-4, f"node {node}"
+    backend.rewind(slot, 13)
+    levels = [feed(backend, slot, nodes[:3], parents={0: TREE[:3]})]
+    levels += [feed(backend, slot, nodes[at : at + 1], parents={0: TREE[: at + 1]}) for at in range(3, 5)]
+    levels += [feed(backend, slot, nodes[5:], parents={0: TREE})]
+    assert error(np.concatenate(levels), rows) < 1e-4, "fed in several passes"
     path = paths_of(TREE)[7]  # 0 1 3 4 7
     backend.keep([slot], [13 + len(path)], {slot: [13 + node for node in path]})
     kept = before + [nodes[one] for one in path]
@@ -287,7 +295,7 @@ def test_wrong_spans_are_refused(files: Path) -> None:
 
 def compare_caches(engine: Engine, dense: Sequence[TransformerBackend]) -> None:
     """After a round, target and draft hold what a fresh pass over the emitted tokens would write, place by place."""
-    target, draft = engine.loop.target, engine.loop.drafter.backend
+    target, draft = engine.loop.target, drafter_of(engine).backend
     for job in engine.loop.scheduler.running:
         for backend, fresh in zip((target, draft), dense, strict=True):
             length = backend.length(job.slot)
@@ -313,7 +321,7 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
     settings = {"max_tokens": 40, "ignore_eos": True}
     plain = Engine.load(files / "target", cache_tokens=2000)
     engine = Engine.load(files / "target", draft=files / "draft", width=4, prefill_chunk=16, cache_tokens=2000)
-    assert engine.loop.drafter.shares_slots
+    assert drafter_of(engine).shares_slots
     dense = [load(files / name) for name in ("target", "draft")]
     step, num_compared = engine.step, 0
 
@@ -339,7 +347,7 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
 def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:
     """Trap 13: hits for the target alone would make acceptance collapse, or the draft read everything again."""
     engine = Engine.load(files / "llama", draft=files / "llama.gguf", width=4, cache_tokens=2000)
-    draft = engine.loop.drafter.backend
+    draft = drafter_of(engine).backend
     fed: list[int] = []
     score = draft.score
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from outrider.checks import check_whole
+from outrider.checks import check_number, check_whole
 from outrider.errors import ConfigError
 
 BACKENDS = ("auto", "torch", "hf", "mock")
@@ -29,13 +29,20 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """The width a request gets when it does not ask for one. 0 is plain decoding, None lets the engine choose."""
+    """What a request gets that does not ask for itself: `width` 0 is plain decoding, None lets the engine choose, up to
+    `max_width`; `tree` says whether drafts may branch, None lets the engine choose.
+    """
 
     width: int | None = None
+    max_width: int = 16
+    tree: bool | None = None
 
     def __post_init__(self) -> None:
         if self.width is not None:
             require_int(self.width, "width", 0)
+        require_int(self.max_width, "max_width", 0)
+        if self.tree not in (None, True, False):
+            raise ConfigError(f"tree is True, False or None, got {self.tree!r}", param="tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +128,45 @@ class MockConfig:
                     f"mock.eos_ids: {eos} is not a token; ids run from 0 to {self.vocab_size - 1}",
                     param="mock.eos_ids",
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig:
+    """Suffix matching: what counts as a match, how far a proposal goes, and how much past text is kept.
+
+    A match has `min_match` to `max_match` tokens; its latest `occurrences` are counted. A proposal is at most `factor`
+    times as long as the match, and goes on while the probabilities along its path multiply to `min_probability`; one
+    is count / (all + `smoothing` / matched tokens). `max_tokens` of past and running text are kept, of one tenant
+    `tenant_tokens` (None: as many), the latest.
+    """
+
+    min_match: int = 2
+    max_match: int = 16
+    occurrences: int = 8
+    factor: float = 2.0
+    min_probability: float = 0.1
+    smoothing: float = 1.0
+    max_tokens: int = 1_000_000
+    tenant_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_match", 1), ("max_match", 1), ("occurrences", 1), ("max_tokens", 64)):
+            require_int(getattr(self, name), f"suffix.{name}", least)
+        if self.tenant_tokens is not None:
+            require_int(self.tenant_tokens, "suffix.tenant_tokens", 64)
+        if self.max_match < self.min_match:
+            message = f"suffix.max_match must be at least suffix.min_match ({self.min_match}), got {self.max_match}"
+            raise ConfigError(message, param="suffix.max_match")
+        check_number(self.factor, "suffix.factor", 0.0, 1e6, ConfigError, above=True)
+        check_number(self.min_probability, "suffix.min_probability", 0.0, 1.0, ConfigError)
+        check_number(self.smoothing, "suffix.smoothing", 0.0, 1e6, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthConfig:
+    """How the engine finds the width that pays: `probing` is the share of the time it may lose by trying others."""
+
+    probing: float = 0.012
+
+    def __post_init__(self) -> None:
+        check_number(self.probing, "width.probing", 0.0, 1.0, ConfigError)

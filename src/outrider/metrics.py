@@ -7,8 +7,9 @@ the width chooser and people read it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
@@ -26,6 +27,64 @@ class PassTimes:
     draft_steps: int
     num_fed: int
     steady: bool
+    drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
+
+
+class Outcome(NamedTuple):
+    """What a round did for one job, in tokens. Of a chain, `depth` is `drafted`."""
+
+    drafted: int
+    depth: int  # tokens on the longest path
+    accepted: int  # kept and emitted: a stop may cut
+    refused: int  # judged and not kept
+    emitted: int
+    is_bonus: bool  # whether a token came after the last draft
+    maker: str  # who drafted, "" for nobody
+
+    @classmethod
+    def of_chain(cls, drafted: int, accepted: int, emitted: int, maker: str = "") -> Outcome:
+        kept = min(accepted, emitted)
+        refused = 1 if accepted < drafted and emitted > accepted else 0
+        return cls(drafted, drafted, kept, refused, emitted, emitted > drafted, maker)
+
+    @classmethod
+    def of_tree(cls, parents: Sequence[int], path: Sequence[int], emitted: int, maker: str = "") -> Outcome:
+        """Siblings that stood before a kept draft were refused, and all children where the path ended."""
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        kept, refused, is_leaf, node = path[:emitted], 0, True, -1
+        for following in [*kept, len(parents)] if emitted > len(path) else kept:
+            children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
+            refused += sum(child < following for child in children)
+            is_leaf, node = not children, following
+        is_bonus = emitted > len(path) and is_leaf
+        return cls(len(parents), max(depths), len(kept), refused, emitted, is_bonus, maker)
+
+
+@dataclass(slots=True)
+class DrafterCounts:
+    """What came of one drafter's proposals."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    def add(self, outcome: Outcome, times: int) -> None:
+        self.rounds += times
+        self.drafted += outcome.drafted * times
+        self.accepted += outcome.accepted * times
+        self.tokens += outcome.emitted * times
+
+    def report(self) -> dict[str, float]:
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "tokens_per_round": self.tokens / self.rounds if self.rounds else 0.0,
+        }
 
 
 @dataclass(slots=True)
@@ -121,7 +180,8 @@ class Statistics:
     """What speculation did. drafted = accepted + rejected + unread, always.
 
     A round judges one job once, so it emits 1 to width + 1 tokens. `unread` drafts came after a rejection or a stop
-    and were never judged, or not counted. Times are those of the passes taken part in: a batch shares them.
+    and were never judged, or not counted. Places in a proposal are counted along its paths: siblings share one. Times
+    are those of the passes taken part in: a batch shares them.
     """
 
     rounds: int = 0
@@ -131,7 +191,8 @@ class Statistics:
     rejected: int = 0
     bonus: int = 0
     unread: int = 0
-    rounds_by_drafted: dict[int, int] = field(default_factory=dict)
+    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
+    rounds_by_depth: dict[int, int] = field(default_factory=dict)
     rounds_by_accepted: dict[int, int] = field(default_factory=dict)
     passes: int = 0
     draft_steps: int = 0
@@ -143,26 +204,22 @@ class Statistics:
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
     tempo: Tempo = field(default_factory=Tempo)
 
-    def add_round(self, drafted: int, accepted: int, emitted: int, times: int = 1) -> None:
-        """A job was judged: `accepted` of `drafted` were kept, and `emitted` tokens went out (a stop may cut).
-
-        `times` counts jobs with the same outcome in one go.
-        """
+    def add_round(self, outcome: Outcome, times: int = 1) -> None:
+        """A job was judged. `times` counts jobs with the same outcome in one go."""
         self.rounds += times
-        self.tokens += emitted * times
+        self.tokens += outcome.emitted * times
+        drafted, depth, kept, refused, emitted, is_bonus, maker = outcome
         if drafted == 0:
             return
-        kept = min(accepted, emitted)
-        refused = 1 if accepted < drafted and emitted > accepted else 0
         self.wide.rounds += times
         self.wide.tokens += emitted * times
         self.drafted += drafted * times
         self.accepted += kept * times
         self.rejected += refused * times
         self.unread += (drafted - kept - refused) * times
-        if emitted > drafted:
-            self.bonus += times
-        self.rounds_by_drafted[drafted] = self.rounds_by_drafted.get(drafted, 0) + times
+        self.bonus += is_bonus * times
+        self.drafters.setdefault(maker, DrafterCounts()).add(outcome, times)
+        self.rounds_by_depth[depth] = self.rounds_by_depth.get(depth, 0) + times
         self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + times
 
     def add_pass(self, times: PassTimes, batch: int, speculative: bool, tokens: int) -> None:
@@ -191,10 +248,10 @@ class Statistics:
     @property
     def accepted_by_position(self) -> list[float]:
         """Share of the drafts at each place of a proposal that were kept."""
-        widest = max(self.rounds_by_drafted, default=0)
+        deepest = max(self.rounds_by_depth, default=0)
         return [
-            _rounds_past(self.rounds_by_accepted, place) / _rounds_past(self.rounds_by_drafted, place)
-            for place in range(widest)
+            _rounds_past(self.rounds_by_accepted, place) / _rounds_past(self.rounds_by_depth, place)
+            for place in range(deepest)
         ]
 
     @property
@@ -246,6 +303,7 @@ class Statistics:
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_round": self.tokens_per_round,
             "accepted_by_position": self.accepted_by_position,
+            "drafters": {name: counts.report() for name, counts in self.drafters.items()},
             "passes": self.passes,
             "draft_s": self.draft_s,
             "score_s": self.score_s,

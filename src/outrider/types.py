@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from inspect import iscoroutinefunction
-from typing import Any, Literal, NewType, Protocol
+from typing import Any, Literal, NamedTuple, NewType, Protocol
 
 from outrider.checks import check_collection, check_number, check_whole
 from outrider.errors import EmptyPromptError, OutriderError, RequestError
@@ -104,9 +104,10 @@ class SamplingParams:
 class Request:
     """What was asked: a prompt, when to stop, how to sample, how to speculate.
 
-    `max_tokens=None` answers until the context ends. `width=None` and `method=None` take the engine's; width 0 or
-    method "none" is plain decoding. `choice` is the index of an answer among several with one seed. What is kept of a
-    request to make later ones quicker serves its `tenant` only.
+    `max_tokens=None` answers until the context ends. `method`, `width` and `tree` say how to speculate: by which
+    drafter, how many tokens a round are drafted at most (0 is plain decoding) and whether they may branch; None leaves
+    it to the engine. `max_width` only caps what the engine chooses. `choice` is the index of an answer among several
+    with one seed. What is kept of a request to make later ones quicker serves its `tenant` only.
     """
 
     prompt: Prompt
@@ -116,8 +117,10 @@ class Request:
     stop_ids: Collection[int] = ()
     ignore_eos: bool = False
     deadline_s: float | None = None
-    width: int | None = None
     method: str | None = None
+    width: int | None = None
+    max_width: int | None = None
+    tree: bool | None = None
     choice: int = 0
     on_token: OnToken | None = None
     request_id: str | None = None
@@ -141,8 +144,13 @@ class Request:
         check_collection(self.stop_ids, "stop_ids", "token ids", RequestError)
         if self.deadline_s is not None:
             check_number(self.deadline_s, "deadline_s", 0.0, math.inf, RequestError)
-        if self.width is not None:
-            check_whole(self.width, "width", 0, RequestError)
+        for name in ("width", "max_width"):
+            if getattr(self, name) is not None:
+                check_whole(getattr(self, name), name, 0, RequestError)
+        if self.width is not None and self.max_width is not None:
+            raise RequestError("width fixes what max_width caps; give one of them", param="max_width")
+        if self.tree not in (None, True, False):
+            raise RequestError(f"tree is True, False or None, got {self.tree!r}", param="tree")
         check_whole(self.choice, "choice", 0, RequestError)
         if self.on_token is not None and (not callable(self.on_token) or iscoroutinefunction(self.on_token)):
             raise RequestError(f"on_token takes a plain function, got {self.on_token!r}", param="on_token")
@@ -225,8 +233,11 @@ class Job:
     words: tuple[int, int]  # the seed as noise.seed_words gives it
     limit: int  # the length at which the answer ends: max_tokens or the context
     stop_ids: frozenset[int]
-    width: int | None  # what was asked for, 0 for plain; None lets the engine choose
     arrival: float
+    drafters: tuple[str, ...] = ()  # who drafts: the first that has something to say; nobody for plain
+    width: int | None = None  # what was asked for, 0 for plain; None lets the engine choose
+    max_width: int | None = None  # the most it may choose
+    tree: bool | None = None  # whether drafts may branch; None lets the engine choose
     deadline: float | None = None
     text: TextOut | None = None
     counts: dict[int, int] | None = None  # token -> times emitted, prompt tokens with 0; only for penalties
@@ -254,6 +265,14 @@ class Job:
         return self.finish_reason is not None or self.error is not None
 
 
+class Ask(NamedTuple):
+    """What a drafter is asked for: at most `width` tokens, which may branch if `tree`."""
+
+    drafter: str
+    width: int
+    tree: bool = False
+
+
 @dataclass(slots=True)
 class Plan:
     """One pass in integers: who reads a piece of prompt, and who decides tokens, how wide."""
@@ -261,8 +280,13 @@ class Plan:
     reading: list[Job]
     chunks: list[int]  # tokens each reading job is fed; no row is wanted
     deciding: list[Job]
-    widths: list[int]  # the most tokens that may be drafted for each deciding job
+    asks: list[tuple[Ask, ...]]  # for each deciding job: drafters in turn, until one has something to say
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)  # who got less width than asked, and why
+
+    @property
+    def widths(self) -> list[int]:
+        """The most tokens that may be drafted for each deciding job."""
+        return [max((ask.width for ask in asks), default=0) for asks in self.asks]
 
     @property
     def jobs(self) -> list[Job]:
@@ -273,14 +297,24 @@ class Plan:
 class Drafts:
     """The proposals of a round, job after job: `counts[b]` tokens belong to job b.
 
-    `probs` are the rows the tokens were drawn from, a one-hot row where a token was not sampled; None says that all
-    are one-hot. `steps` counts passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the
-    jobs (by index) that the draft failed.
+    A proposal is a chain, or a tree where `parents` has an entry for the job: for each of its tokens the index of the
+    one it follows, -1 for the job's last token. Parents come before their children, siblings in the order they were
+    drawn, which is the order they are judged in.
+
+        tokens   a  b  c  d        a or b, c after a, d after c
+        parents -1 -1  0  2
+
+    `probs` are the rows the tokens were drawn from (given their earlier siblings), a one-hot row where a token was not
+    sampled; None says that all are one-hot. `makers` names who drafted for each job ("" for nobody); `steps` counts
+    passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
+    draft failed.
     """
 
     counts: list[int]
     tokens: Array  # [N] integers
     probs: Array | None = None  # [N, V]
+    parents: dict[int, list[int]] = field(default_factory=dict)
+    makers: list[str] = field(default_factory=list)
     steps: int = 0
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)
     faults: dict[int, OutriderError] = field(default_factory=dict)
@@ -295,17 +329,38 @@ class Drafts:
                 start += count
         return self._proposals
 
+    def depth(self, index: int) -> int:
+        """Tokens on the longest path of a job's proposal."""
+        parents = self.parents.get(index)
+        if parents is None:
+            return self.counts[index]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+    def ancestors(self, index: int) -> list[list[int]]:
+        """For each row of a job the drafted tokens before it: nothing first, then up to each of its drafts."""
+        proposal, parents = self.proposals()[index], self.parents.get(index)
+        if parents is None:
+            return [proposal[:end] for end in range(len(proposal) + 1)]
+        lines: list[list[int]] = [[]]
+        for token, parent in zip(proposal, parents, strict=True):
+            lines.append([*lines[parent + 1], token])
+        return lines
+
 
 @dataclass(slots=True)
 class Scores:
     """The target's rows of a pass, job after job: `counts[b]` rows belong to deciding job b.
 
-    Row i is the target's opinion after i drafted tokens: it judges draft i, and the last one draws the bonus.
+    Row 0 is the target's opinion after the job's own tokens, row i + 1 after draft i: it judges what follows there, and
+    the one after the last kept draft gives the next token.
     """
 
     counts: list[int]
     logits: Array  # [R, V]
-    num_fed: int = 0  # tokens the pass was fed: what its time is held against
+    fed: list[int] = field(default_factory=list)  # tokens the pass was fed for each job of the plan
     hidden: dict[int, Array] = field(default_factory=dict)  # layer -> [tokens fed, width], where asked for
 
 
@@ -314,12 +369,18 @@ class Verdicts:
     """What the judge decided: `accepted[b]` leading drafts of job b stay, then comes `next[b]`.
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
-    `faults` names the jobs whose rows were unusable.
+    Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
     """
 
     accepted: Array  # [B]
     next: Array  # [B]
     faults: dict[int, OutriderError] = field(default_factory=dict)
+    paths: dict[int, list[int]] = field(default_factory=dict)  # job -> indices of its drafts
+
+    def kept(self, index: int) -> Sequence[int]:
+        """Which drafts of a job stay, in order."""
+        path = self.paths.get(index)
+        return range(int(self.accepted[index])) if path is None else path
 
 
 @dataclass(slots=True)
@@ -327,8 +388,8 @@ class Event:
     """What a caller sees of one round: the emitted tokens and where they came from.
 
     The first `accepted` tokens were drafted and kept; the one after them, if any, is the replacement of a refused
-    draft, or the bonus when all of `drafts` were kept, or a plain token when nothing was drafted.
-    The last event of a request carries its `result`.
+    draft, or the bonus when all of `drafts` were kept, or a plain token when nothing was drafted. `parents` is there
+    when the drafts were a tree (see `Drafts`). The last event of a request carries its `result`.
     """
 
     request_id: str
@@ -336,6 +397,7 @@ class Event:
     text: str
     drafts: list[int]
     accepted: int
+    parents: list[int] | None = None
     result: Result | None = None
 
 

@@ -35,43 +35,45 @@ class Span:
     start: int  # tokens that were there before
     count: int  # tokens fed
     places: Ints  # [start + count] where all its tokens lie in the store
-    depths: Ints  # [count] position of each fed token, counted from the start
-    ancestry: Bools | None  # tree: [count, count], whether column is row's ancestor or row itself; None: a chain
+    positions: Ints  # [start + count] of all its tokens; those of a tree stand side by side
+    ancestry: (
+        Bools | None
+    )  # tree: [count, n], whether a fed token comes after each of the last n, or is it; None: a chain
 
     @property
     def length(self) -> int:
         return self.start + self.count
 
-    @property
-    def positions(self) -> Ints:
-        """Of the fed tokens."""
-        return self.start + self.depths
-
     def visible(self, first: int, last: int, window: int | None) -> Bools:
         """Whether queries `first` to `last` see each key. [queries, length]"""
-        positions = np.concatenate([np.arange(self.start), self.start + self.depths])
+        positions = self.positions
         own = positions[self.start + first : self.start + last, None]
         if self.ancestry is None:
             seen = positions <= own
         else:
-            cached = np.ones((last - first, self.start), dtype=np.bool_)
-            seen = np.concatenate([cached, self.ancestry[first:last]], axis=1)
+            settled = np.ones((last - first, self.length - self.ancestry.shape[1]), dtype=np.bool_)
+            seen = np.concatenate([settled, self.ancestry[first:last]], axis=1)
         return seen if window is None else seen & (positions > own - window)
 
 
 def build_span(start: int, count: int, places: Ints, parents: Sequence[int] | None) -> Span:
     """A chain, or a tree when there are `parents` (see `backends.base.Spans`)."""
+    positions = np.arange(start + count)
     if parents is None:
-        return Span(start, count, places, np.arange(count), None)
-    ancestry = np.eye(count, dtype=np.bool_)
-    depths = np.zeros(count, dtype=np.int64)
-    if len(parents) != count or not all(-1 <= parent < node for node, parent in enumerate(parents)):
-        raise BackendError(f"{count} tokens with parents {list(parents)}; each must come after its parent, -1 or more")
+        return Span(start, count, places, positions, None)
+    size = len(parents)
+    if not count <= size <= start + count or not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        raise BackendError(
+            f"{count} tokens at {start} with parents {list(parents)}; each must come after its parent, -1 or more"
+        )
+    ancestry = np.eye(size, dtype=np.bool_)
+    root = start + count - size
+    positions[root:] = root
     for node, parent in enumerate(parents):
         if parent >= 0:
             ancestry[node] |= ancestry[parent]
-            depths[node] = depths[parent] + 1
-    return Span(start, count, places, depths, ancestry)
+            positions[root + node] = positions[root + parent] + 1
+    return Span(start, count, places, positions, ancestry[size - count :])
 
 
 def build_blocks(spans: Sequence[Span], window: int | None, queries: torch.Tensor, store: PageStore) -> list[Block]:
@@ -102,7 +104,7 @@ def _lone(span: Span, window: int | None, queries: torch.Tensor, store: PageStor
     for start in range(0, span.count, step):
         end = min(start + step, span.count)
         low, high, mask = 0, span.start + end, None
-        if span.count > 1 or window is not None:
+        if span.count > 1 or span.ancestry is not None or window is not None:
             visible = span.visible(start, end, window)[:, :high]
             low = int(visible.any(axis=0).argmax())  # the first key anybody sees
             mask = _mask(visible[None, None, :, low:], queries)

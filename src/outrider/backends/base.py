@@ -28,7 +28,11 @@ class ModelInfo:
     eos_ids: tuple[int, ...] = ()
     max_rewind: int | None = None  # how many tokens it can go back; None: any number
     trees: bool = False  # whether a span may branch
+    num_layers: int = 0  # that `Layered.view` may cut; 0 where it has no such layers
     num_hidden: int = 0  # hidden states on offer: after the embedding (0), after the first layer (1), ...
+    heads: bool = (
+        False  # whether heads can sit on it (`HeadHost`): the last hidden state is after the output norm, then
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= self.num_columns:
@@ -46,10 +50,14 @@ class Spans:
 
     A span may be a tree: `parents` maps its index to the place of each token's parent, counted from the span's first
     token; -1 is the last token before the span. Children of one parent stand at the same position and do not see each
-    other. A chain (0 follows -1, 1 follows 0, ...) needs no entry.
+    other. A chain (0 follows -1, 1 follows 0, ...) needs no entry. A tree that is fed in several passes names the
+    parents of what was fed before, too: `parents` then begins that many places before the span, and counts from there.
 
         fed      t  a  b  c  d        t, then a or b after it, c after a, d after c
         parents -1  0  0  1  3
+
+        fed      t  a  b   then  c  d
+        parents -1  0  0        -1  0  0  1  3
     """
 
     slots: list[Slot]
@@ -110,3 +118,21 @@ class Backend(Protocol):
 
     def load(self, state: State) -> Slot | None:
         """A new slot with saved contents; None when there is no room."""
+
+
+class HeadHost(Protocol):
+    """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Arrays are torch's."""
+
+    def embed(self, tokens: Array) -> Array:
+        """[n] -> [n, width]"""
+
+    def unembed(self, hidden: Array) -> Array:
+        """Logits of hidden states that are after the output norm. [n, width] -> [n, columns]"""
+
+
+class Layered(Protocol):
+    """A model whose first layers can draft for it (layer skip)."""
+
+    def view(self, layers: int) -> Backend:
+        """A model of the first layers: the same weights, cache and slots. What it writes is ahead of this model's own
+        length and belongs to nobody: the next pass of this model writes over it."""

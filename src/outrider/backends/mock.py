@@ -50,6 +50,7 @@ class MockBackend:
             context=config.context,
             eos_ids=config.eos_ids,
             max_rewind=config.max_rewind,
+            trees=config.max_rewind is None,
         )
         self.ops = SamplingOps(xp, device)
         self.num_passes = 0
@@ -84,15 +85,18 @@ class MockBackend:
         return len(self._tokens[slot])
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
-        if spans.parents or hidden:
-            raise BackendError("the mock has no trees and no hidden states")
+        if hidden:
+            raise BackendError("the mock has no hidden states")
+        if spans.parents and not self.info.trees:
+            raise BackendError(f"{self.info.name} reads chains only; spans {sorted(spans.parents)} are trees")
         fed = spans.tokens.tolist()
         self.num_passes += 1
         self.num_tokens_fed += len(fed)
         wanted: list[int] = []
         at = 0
-        for slot, start, count, rows in zip(spans.slots, spans.starts, spans.counts, spans.rows, strict=True):
-            self._feed(slot, start, fed[at : at + count])
+        spans_fed = zip(spans.slots, spans.starts, spans.counts, spans.rows, strict=True)
+        for index, (slot, start, count, rows) in enumerate(spans_fed):
+            self._feed(slot, start, fed[at : at + count], spans.parents.get(index))
             at += count
             if rows:
                 if rows > count:
@@ -107,6 +111,13 @@ class MockBackend:
 
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
         for slot, length in zip(slots, lengths, strict=True):
+            if paths and slot in paths:
+                tokens, states, path = self._tokens[slot], self._states[slot], list(paths[slot])
+                start, held = length - len(path), len(tokens)
+                if sorted(set(path)) != path or not all(start <= place < held for place in path):
+                    raise BackendError(f"slot {slot} holds {held} tokens and cannot keep places {path} as its last")
+                tokens[start:length] = [tokens[place] for place in path]
+                states[start + 1 : length + 1] = [states[place + 1] for place in path]
             if length != len(self._tokens[slot]):
                 self.rewind(slot, length)
 
@@ -150,26 +161,42 @@ class MockBackend:
         self._tokens[slot], self._states[slot] = tokens, states
         return slot
 
-    def _feed(self, slot: Slot, start: int, fed: Sequence[int]) -> None:
+    def _feed(self, slot: Slot, start: int, fed: Sequence[int], parents: Sequence[int] | None = None) -> None:
         tokens, states = self._tokens[slot], self._states[slot]
         size, context = self.config.vocab_size, self.config.context
         if start != len(tokens):
             raise BackendError(f"slot {slot} holds {len(tokens)} tokens but was fed position {start}")
         if start + len(fed) > context:
             raise BackendError(f"{start + len(fed)} tokens in a context of {context}")
-        order = self.config.order
-        state = states[-1]
-        for token in fed:
+        before = start  # tokens that each one follows: all of them, or its ancestors in a tree
+        for index, token in enumerate(fed):
             if not 0 <= token < size:
                 raise BackendError(f"token {token} is not in a vocabulary of {size}")
+            if parents is not None:
+                covered = len(parents) - len(fed)  # tokens of the tree that were fed before
+                before = start - covered + parents[covered + index] + 1
             tokens.append(token)
-            if order is None:
-                state = _absorb(state, token)
+            if self.config.order is None:
+                states.append(_absorb(states[before], token))
             else:
                 state = _EMPTY
-                for earlier in self._window(tokens):
+                for earlier in self._window(self._line(slot, start, len(fed), parents, index)):
                     state = _absorb(state, earlier)
-            states.append(state)
+                states.append(state)
+            before += 1
+
+    def _line(self, slot: Slot, start: int, count: int, parents: Sequence[int] | None, index: int) -> list[int]:
+        """The tokens up to a fed one, along its ancestors."""
+        tokens = self._tokens[slot]
+        if parents is None:
+            return tokens[: start + index + 1]
+        root = start + count - len(parents)
+        line: list[int] = []
+        node = len(parents) - count + index
+        while node >= 0:
+            line.insert(0, tokens[root + node])
+            node = parents[node]
+        return tokens[:root] + line
 
     def _window(self, context: Sequence[int]) -> Sequence[int]:
         """The part of a context the distribution depends on."""

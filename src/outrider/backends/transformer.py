@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +58,9 @@ class TransformerBackend:
             context=min(context or spec.context, spec.context, pages.num_pages * pages.page_size),
             eos_ids=file.eos_ids,
             trees=True,
-            num_hidden=spec.num_layers + 1,
+            num_layers=spec.num_layers,
+            num_hidden=spec.num_layers + 2,
+            heads=True,
         )
         self.ops = sampling_for(self.device)
         self.weights = Loader(file, spec, dtype, self.device).load()
@@ -94,9 +97,12 @@ class TransformerBackend:
         with torch.inference_mode():
             logits, states = (self._score_strictly if self.strict else self._score_once)(spans, hidden)
         for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
-            self.pages.advance(slot, self.number, start + count)
+            self._advance(slot, start + count)
         rows = [rows for rows in spans.rows if rows]
         return Scores(rows, array_of(logits), hidden={layer: array_of(state) for layer, state in states.items()})
+
+    def _advance(self, slot: Slot, length: int) -> None:
+        self.pages.advance(slot, self.number, length)
 
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
         for slot, length in zip(slots, lengths, strict=True):
@@ -166,7 +172,7 @@ class TransformerBackend:
         queries = rows.heads[:, : self.spec.num_heads]
         work = self._work(
             rows,
-            positions=np.concatenate([piece.positions for piece in pieces]),
+            positions=np.concatenate([piece.positions[piece.start :] for piece in pieces]),
             places=np.concatenate([piece.places[piece.start :] for piece in pieces]),
             blocks=[build_blocks(pieces, window, queries, self.store) for window in self._windows],
         )
@@ -196,7 +202,7 @@ class TransformerBackend:
             tile = list(enumerate(fed[at : at + TILE]))
             work = self._work(
                 rows,
-                positions=np.array([piece.positions[index] for _, (piece, index) in tile]),
+                positions=np.array([piece.positions[piece.start + index] for _, (piece, index) in tile]),
                 places=np.array([piece.places[piece.start + index] for _, (piece, index) in tile]),
                 blocks=[
                     [build_lone_query(piece, i, window, queries[row : row + 1], self.store) for row, (piece, i) in tile]
@@ -231,18 +237,33 @@ class TransformerBackend:
 
     def _forward(self, tokens: torch.Tensor, work: Work, wanted: torch.Tensor | None, hidden: Sequence[int]) -> Scored:
         """Logits of the rows wanted (None: all) and the hidden states asked for, of one pass."""
-        weights, x = self.weights, work.rows.x
-        torch.index_select(weights.embedding, 0, tokens, out=x)
+        layers, x = self.weights.layers, work.rows.x
+        torch.index_select(self.weights.embedding, 0, tokens, out=x)
         states: dict[int, torch.Tensor] = {}
-        for start, stop in pairwise([0, *sorted({*hidden, self.spec.num_layers})]):
-            self._run_layers(weights.layers[start:stop], start, self.store.layers, work, self._constants)
-            if stop in hidden:
+        inner = {layer for layer in hidden if layer <= len(layers)}
+        for start, stop in pairwise([0, *sorted({*inner, len(layers)})]):
+            self._run_layers(layers[start:stop], start, self.store.layers, work, self._constants)
+            if stop in inner:
                 states[stop] = x.clone()
-        if wanted is not None:
-            x = x.index_select(0, wanted)
+        if len(inner) < len(set(hidden)):  # after the norm is asked for, too
+            normed = states[len(layers) + 1] = self._norm(x)
+            return self.unembed(normed if wanted is None else normed.index_select(0, wanted)), states
+        return self.unembed(self._norm(x if wanted is None else x.index_select(0, wanted))), states
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm before the output."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        normed = x / length.hypot_(self._constants.floor) * weights.norm
-        return torch.mm(normed.to(x.dtype), weights.output).float(), states
+        normed: torch.Tensor = x / length.hypot_(self._constants.floor) * self.weights.norm
+        return normed.to(x.dtype)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weights.embedding.index_select(0, tokens)
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.mm(hidden, self.weights.output).float()
+
+    def view(self, layers: int) -> TransformerBackend:
+        return FirstLayers(self, layers)
 
     def _rows(self, count: int) -> Rows:
         """Buffers for a pass of so many rows; those for a few are kept, since they come all the time."""
@@ -252,6 +273,41 @@ class TransformerBackend:
             if count <= FEW:
                 self._kept_rows[count] = rows
         return rows
+
+
+class FirstLayers(TransformerBackend):
+    """A model's first layers as a model of their own, for layer skip: the same weights, cache and slots.
+
+    Keys and values of these layers are the whole model's, so there is nothing to read before it can draft. It writes
+    from the whole model's length on; how far is known here alone, and the whole model's next pass writes over it.
+    """
+
+    def __init__(self, whole: TransformerBackend, layers: int) -> None:
+        self.__dict__.update(whole.__dict__)  # all of it is shared
+        self._whole = whole
+        self.weights = whole.weights._replace(layers=whole.weights.layers[:layers])
+        self.info = replace(whole.info, name=f"{whole.info.name}, {layers} layers", num_hidden=0, heads=False)
+        self._ahead: dict[Slot, int] = {}
+
+    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
+        raise BackendError("the first layers of a model use its slots")
+
+    def length(self, slot: Slot) -> int:
+        return self._ahead.get(slot) or self._whole.length(slot)
+
+    def _advance(self, slot: Slot, length: int) -> None:
+        self._ahead[slot] = length
+
+    def rewind(self, slot: Slot, length: int) -> None:
+        check_rewind(slot, self.length(slot), length, oldest=self._whole.length(slot))
+        self._ahead[slot] = length
+
+    def fork(self, slot: Slot) -> Slot | None:
+        raise BackendError("the first layers of a model use its slots")
+
+    def close(self, slot: Slot) -> None:
+        """Forget what is ahead of the whole model."""
+        self._ahead.pop(slot, None)
 
 
 def _build_rows(count: int, spec: TransformerSpec, like: torch.Tensor) -> Rows:

@@ -19,11 +19,18 @@ class Drafter(Protocol):
     def name(self) -> str:
         """The method, as requests name it."""
 
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """Layers of the target's hidden states it wants to see in `observe` (`ModelInfo.num_hidden`); () for none."""
+
     def lag(self, job: Job) -> int:
         """Tokens it must still read before it can propose: the job's width is 0 until then, and `observe` reads on."""
 
-    def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
-        """The drafts of a round. Fewer tokens than the width are fine; a reason goes into `fallbacks`."""
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        """The drafts of a round. Those of job b may branch if `trees[b]`; they need not.
+
+        Fewer tokens than the width are fine; a reason goes into `fallbacks`.
+        """
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         """After every step, prompt chunks and width 0 too: jobs hold their new tokens. Rewind, catch up, learn.

@@ -8,12 +8,11 @@ the next proposal reads only what is new: at most the accepted tokens plus one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from outrider.backends.base import Backend, Spans
-from outrider.errors import DraftError, RequestError
+from outrider.draft.growth import Sprout, grow
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
@@ -24,14 +23,7 @@ class Seat:
     slot: Slot
     length: int = 0
     ahead: list[int] = field(default_factory=list)
-
-
-class Step(NamedTuple):
-    """One draft pass: the jobs (by index) that drew a token, the tokens, and the rows drawn from (None: one-hot)."""
-
-    owners: list[int]
-    tokens: Array
-    probs: Array | None
+    parents: list[int] = field(default_factory=list)  # of those ahead, when they are a tree: places among them, or -1
 
 
 class ModelDrafter:
@@ -42,6 +34,7 @@ class ModelDrafter:
     """
 
     name = "model"
+    hidden = ()
 
     def __init__(self, backend: Backend, *, chunk: int = 512, shares_slots: bool = False) -> None:
         self.backend = backend
@@ -60,42 +53,19 @@ class ModelDrafter:
             known = self.backend.length(job.slot) if self.shares_slots and job.slot is not None else 0
         return max(0, len(job.tokens) - known - self.chunk)  # `propose` reads the last chunk itself
 
-    def propose(self, jobs: Sequence[Job], widths: Sequence[int]) -> Drafts:
-        """One draft pass per place of the proposal, for all jobs that still want a token there."""
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        """One draft pass per level of the proposals, for all jobs that still want a token there."""
         drafts = Drafts(counts=[], tokens=None)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
-        drafted: list[list[int]] = [[] for _ in jobs]
-        steps: list[Step] = []
-        while active := [
-            b for b, room in enumerate(rooms) if room > len(steps) and b not in drafts.faults and not jobs[b].cancelled
-        ]:
-            drafting, so_far = [jobs[b] for b in active], [drafted[b] for b in active]
-            drawn = self.backend.ops.draft(drafting, so_far, self._read(drafting, so_far))
-            for index, fault in drawn.faults.items():
-                if isinstance(fault, RequestError):  # what the request did to this row: the target's rows will tell
-                    rooms[active[index]] = 0
-                else:
-                    drafts.faults[active[index]] = DraftError(f"the draft failed: {fault.message}", param=fault.param)
-            for b, token in zip(active, drawn.tokens.tolist(), strict=True):
-                drafted[b].append(token)
-            steps.append(Step(active, drawn.tokens, drawn.probs))
-        drafts.steps = len(steps)
-        drafts.counts = [len(tokens) for tokens in drafted]
-        drafts.tokens = self.backend.ops.integers([token for tokens in drafted for token in tokens])
-        if any(step.probs is not None for step in steps):
-            drafts.probs = self._rows(steps)
+        branching = [tree and self.backend.info.trees for tree in trees]
+        grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
-
-    def _rows(self, steps: Sequence[Step]) -> Array:
-        """The rows of all drafts, job after job; they came step after step. [N, V]"""
-        ops, vocab_size = self.backend.ops, self.backend.info.vocab_size
-        rows = [ops.one_hot(step.tokens, vocab_size) if step.probs is None else step.probs for step in steps]
-        came = [(b, place) for place, step in enumerate(steps) for b in step.owners]
-        return ops.xp.concat(rows)[ops.integers(sorted(range(len(came)), key=came.__getitem__)), ...]
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         behind = []
         for job in plan.jobs:
+            if self.name not in job.drafters:
+                continue
             seat = self.seats.get(job.id)
             if seat is not None:
                 if seat.ahead:
@@ -156,32 +126,39 @@ class ModelDrafter:
     def _open(self, job: Job) -> Slot | None:
         return self.backend.open(job.tokens, min(job.limit, self.backend.info.context), job.request.tenant)
 
-    def _read(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]]) -> Array:
-        """Feed each job what its seat has not seen, and return one row per job. [B, V]"""
-        seats = [self.seats[job.id] for job in jobs]
+    def _read(self, sprouts: Sequence[Sprout]) -> Array:
+        """Feed each job what its seat has not seen, and return one row per tip. [tips, V]"""
+        seats = [self.seats[sprout.job.id] for sprout in sprouts]
         starts = [seat.length + len(seat.ahead) for seat in seats]
         fed: list[Sequence[int]] = []
-        for job, tokens, seat in zip(jobs, drafted, seats, strict=True):
-            if tokens:
-                fed.append(tokens[-1:])
-                seat.ahead.append(tokens[-1])
-            else:
-                fed.append(job.tokens[seat.length :])
-                seat.length = len(job.tokens)
-        scores = self._score(seats, starts, fed, rows=1)
+        rows: list[int] = []
+        parents: dict[int, list[int]] = {}
+        for index, (sprout, seat) in enumerate(zip(sprouts, seats, strict=True)):
+            if sprout.tips == [-1]:
+                fed.append(sprout.job.tokens[seat.length :])
+                seat.length = len(sprout.job.tokens)
+                rows.append(1)
+                continue
+            fed.append(sprout.feed())
+            rows.append(len(sprout.tips))
+            seat.ahead += fed[-1]
+            if sprout.is_tree:
+                parents[index] = seat.parents = sprout.fed_parents
+        scores = self._score(seats, starts, fed, rows, parents)
         return scores.logits[:, : self.backend.info.vocab_size]
 
     def _settle(self, job: Job, seat: Seat) -> None:
-        """Keep the drafts that were emitted, rewind the others. The last token stays unread: its row comes next."""
-        kept = 0
-        for token, emitted in zip(seat.ahead, job.tokens[seat.length : -1], strict=False):
-            if token != emitted:
-                break
-            kept += 1
-        seat.length += kept
-        if kept < len(seat.ahead):
+        """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""
+        kept = _path(seat, job.tokens[seat.length : -1])
+        start = seat.length
+        seat.length += len(kept)
+        if seat.parents and kept != list(range(len(kept))):
+            places = {seat.slot: [start + node for node in kept]}
+            self.backend.keep([seat.slot], [seat.length], places)
+        elif len(kept) < len(seat.ahead):
             self.backend.rewind(seat.slot, seat.length)
         seat.ahead.clear()
+        seat.parents = []
 
     def _catch_up(self, jobs: Sequence[Job]) -> None:
         """Read one more chunk of tokens the draft lags behind, without asking for rows."""
@@ -190,15 +167,38 @@ class ModelDrafter:
         fed = [job.tokens[seat.length : seat.length + self.chunk] for job, seat in zip(jobs, seats, strict=True)]
         for seat, tokens in zip(seats, fed, strict=True):
             seat.length += len(tokens)
-        self._score(seats, starts, fed, rows=0)
+        self._score(seats, starts, fed, [0] * len(seats))
 
-    def _score(self, seats: Sequence[Seat], starts: list[int], fed: Sequence[Sequence[int]], rows: int) -> Scores:
+    def _score(
+        self,
+        seats: Sequence[Seat],
+        starts: list[int],
+        fed: Sequence[Sequence[int]],
+        rows: list[int],
+        parents: Mapping[int, Sequence[int]] | None = None,
+    ) -> Scores:
         return self.backend.score(
             Spans(
                 slots=[seat.slot for seat in seats],
                 starts=starts,
                 counts=[len(tokens) for tokens in fed],
-                rows=[rows] * len(seats),
+                rows=rows,
                 tokens=self.backend.ops.integers([token for tokens in fed for token in tokens]),
+                parents=parents or {},
             )
         )
+
+
+def _path(seat: Seat, emitted: Sequence[int]) -> list[int]:
+    """Which of the tokens it read ahead were emitted, in order."""
+    path: list[int] = []
+    for token in emitted:
+        last = path[-1] if path else -1
+        for place in range(last + 1, len(seat.ahead)):
+            parent = seat.parents[place] if seat.parents else place - 1
+            if parent == last and seat.ahead[place] == token:
+                path.append(place)
+                break
+        else:
+            break
+    return path

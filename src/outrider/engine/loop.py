@@ -9,30 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.clock import Clock
 from outrider.config import SchedulerConfig
-from outrider.draft.base import Drafter
 from outrider.engine.commit import take
 from outrider.errors import BackendError, DraftError, OutriderError
-from outrider.metrics import PassTimes, Statistics
+from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
-from outrider.spec.round import emitted, judge, keep, observe, propose, publish, score
-from outrider.spec.width import FixedWidth, Width
-from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Verdicts
+from outrider.spec.round import emitted, judge, keep, publish, score, slot_of
+from outrider.spec.router import Router
+from outrider.spec.width import Choice, Controller, WidthChooser
+from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Slot, Verdicts
 
 log = logging.getLogger("outrider")
-
-
-class Outcome(NamedTuple):
-    """What a round did for one job, in tokens."""
-
-    drafted: int
-    accepted: int
-    emitted: int
 
 
 class Emission(NamedTuple):
@@ -43,16 +35,25 @@ class Emission(NamedTuple):
     outcome: Outcome | None = None
     reason: FinishReason | None = None
     error: BaseException | None = None
+    path: list[int] | None = None  # places of the drafts that stay in the cache, where they do not follow one another
 
 
 class Loop:
     """Moves jobs forward, one pass at a time."""
 
-    def __init__(self, target: Backend, drafter: Drafter, scheduling: SchedulerConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        target: Backend,
+        router: Router,
+        scheduling: SchedulerConfig,
+        clock: Clock,
+        controller: Controller,
+        max_width: int,
+    ) -> None:
         self.target = target
-        self.drafter = drafter
+        self.router = router
         self.scheduler = Scheduler(scheduling)
-        self.width = FixedWidth(target.info, drafter)
+        self.width = WidthChooser(target.info, router, controller, max_width)
         self.clock = clock
         self.statistics = Statistics()
         self.jobs: dict[str, Job] = {}  # by request id, from `add` to the end
@@ -81,16 +82,16 @@ class Loop:
         now = self.clock.now
         try:
             started = now()
-            drafts = propose(self.drafter, self.target, plan)
+            drafts = self.router.propose(self.target, plan)
             drafted = now()
-            scores = score(self.target, plan, drafts)  # ONE pass: prompt chunks, pending tokens and drafts alike
+            # ONE pass: prompt chunks, pending tokens and drafts alike
+            scores = score(self.target, plan, drafts, self.router.hidden)
             scored = now()
             verdicts = judge(self.target, plan, drafts, scores)
             judged = now()
-            steady = scores.num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
-            times = PassTimes(
-                drafted - started, scored - drafted, judged - scored, drafts.steps, scores.num_fed, steady
-            )
+            num_fed = sum(scores.fed)
+            steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
+            times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
             return events + self._commit(plan, drafts, scores, verdicts, times)
         except BaseException as error:
             self._fail_pass(plan, error)
@@ -159,19 +160,17 @@ class Loop:
 
     def _plan(self) -> Plan:
         """The next pass. A drafter that fails to say how far it is fails that job, and the others are planned again."""
-        faults: list[tuple[Job, OutriderError]] = []
+        failed: list[tuple[Job, OutriderError]] = []
 
-        def choose(job: Job) -> Width:
-            try:
-                return self.width.choose(job)
-            except Exception as error:
-                faults.append((job, _blamed(DraftError, f"the {self.drafter.name} draft failed", error)))
-                return Width(0)
+        def choose(jobs: Sequence[Job], rows: int) -> list[Choice]:
+            choices = self.width.choose(jobs, rows)
+            failed.extend((job, c.error) for job, c in zip(jobs, choices, strict=True) if c.error is not None)
+            return choices
 
         plan = self.scheduler.plan(choose)
-        if not faults:
+        if not failed:
             return plan
-        for job, error in faults:
+        for job, error in failed:
             self._fail(job, error)
         return self._plan()
 
@@ -183,11 +182,11 @@ class Loop:
         sound = [emission for emission in emissions if emission.error is None]
         going = [emission.job for emission in sound if emission.reason is None]
         if any(drafts.counts):  # without drafts there is nothing to take back
-            self._keep([emission.job for emission in sound])
+            self._keep(sound)
         self._observe(plan, going, scores, verdicts, times)
         self._publish(plan, sound)
         self._count(plan, drafts, times, emissions)
-        for job, event, _, reason, error in emissions:
+        for job, event, _, reason, error, _ in emissions:
             if job.done:  # its cache failed on the way: it has its error
                 continue
             if error is not None:
@@ -206,7 +205,8 @@ class Loop:
         for index, (job, drafted, tokens) in enumerate(
             zip(plan.deciding, drafts.proposals(), emitted(drafts, scores, verdicts), strict=True)
         ):
-            event = Event(job.request_id, tokens, "", drafted, accepted[index])
+            parents = drafts.parents.get(index)
+            event = Event(job.request_id, tokens, "", drafted, accepted[index], parents)
             if index in verdicts.faults:
                 emissions.append(Emission(job, event, error=verdicts.faults[index]))
                 continue
@@ -224,13 +224,23 @@ class Loop:
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
             job.cached = len(job.tokens) - 1
-            emissions.append(Emission(job, event, Outcome(len(drafted), accepted[index], num_taken), reason))
+            maker, path = drafts.makers[index] if drafts.makers else "", None
+            if parents is None:
+                outcome = Outcome.of_chain(len(drafted), accepted[index], num_taken, maker)
+            else:
+                kept = verdicts.paths[index]
+                outcome = Outcome.of_tree(parents, kept, num_taken, maker)
+                first = len(job.tokens) - num_taken  # the place of the first draft; the last token is not kept
+                path = [first + node for node in kept[: num_taken - 1]]
+            emissions.append(Emission(job, event, outcome, reason, path=path))
         return emissions
 
-    def _keep(self, jobs: list[Job]) -> None:
+    def _keep(self, sound: list[Emission]) -> None:
         """The target's cache returns to what was emitted."""
+        jobs = [emission.job for emission in sound]
+        paths: dict[Slot, list[int]] = {slot_of(one.job): one.path for one in sound if one.path}
         try:
-            keep(self.target, jobs)
+            keep(self.target, jobs, paths)
         except BackendError as error:
             self._fail_jobs(jobs, error)
 
@@ -241,7 +251,7 @@ class Loop:
         """
         told = plan.reading + [
             job
-            for job, _, outcome, reason, _ in sound
+            for job, _, outcome, reason, _, _ in sound
             if reason is not None or (outcome is not None and len(job.tokens) - outcome.emitted == job.num_prompt)
         ]
         for job in told:
@@ -255,10 +265,11 @@ class Loop:
         """The drafter rewinds, catches up and learns; the time it takes is drafting time."""
         started = self.clock.now()
         try:
-            times.draft_steps += observe(self.drafter, plan, scores, verdicts)
+            times.draft_steps += self.router.observe(plan, scores, verdicts)
         except DraftError as error:
-            self._fail_jobs([job for job in plan.reading + going if job.width != 0], error)
+            self._fail_jobs([job for job in plan.reading + going if job.drafters], error)
         times.draft_s += self.clock.now() - started
+        times.drafters = self.router.seconds
 
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
@@ -266,14 +277,15 @@ class Loop:
         for job in plan.reading:
             job.statistics.add_pass(times, batch, False, 0)
         outcomes: dict[Outcome, int] = {}
-        for job, _, outcome, _, _ in emissions:
+        self.width.controller.learn(plan, drafts, times, [(one.job, one.outcome) for one in emissions if one.outcome])
+        for job, _, outcome, _, _, _ in emissions:
             if outcome is not None:
                 num_emitted += outcome.emitted
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
-                job.statistics.add_round(*outcome)
+                job.statistics.add_round(outcome)
                 job.statistics.add_pass(times, batch, outcome.drafted > 0, outcome.emitted)
         for outcome, jobs in outcomes.items():
-            self.statistics.add_round(*outcome, times=jobs)
+            self.statistics.add_round(outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         self.statistics.costs.add(times.num_fed, times.score_s)
         for job, reason in plan.fallbacks + drafts.fallbacks:
@@ -312,7 +324,10 @@ class Loop:
         self._num_deadlines -= job.deadline is not None
         self.scheduler.remove(job)
         slot, job.slot = job.slot, None
-        givings: list[Callable[[], None]] = [lambda: self.drafter.forget(job)]
+        givings: list[Callable[[], None]] = [
+            lambda: self.router.forget(job),
+            lambda: self.width.controller.forget(job),
+        ]
         if slot is not None:
             givings.append(lambda: self.target.close(slot))
         for give_back in givings:

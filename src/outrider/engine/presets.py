@@ -15,7 +15,6 @@ class Preset:
 
     target: str | MockConfig
     draft: str | MockConfig | None = None
-    method: str = "model"
     width: int | None = None
     defaults: dict[str, float] = field(default_factory=dict)
 
@@ -39,12 +38,11 @@ PRESETS = {
         width=4,
         defaults={"temperature": 0.8},
     ),
-    # Temperatures and top-p are those of the models' own cards. Plain by default: torch on a CPU takes almost four
-    # times as long for a few rows as for one, so guessing would not pay there.
-    "smollm2": Preset(target="smollm2", method="none", defaults=_chosen(0.2, 0.9)),
-    "llama-3.1-8b": Preset(target="llama-3.1-8b", draft="llama-3.2-1b", width=4, defaults=_chosen(0.6, 0.9)),
-    "qwen-2.5-7b": Preset(target="qwen-2.5-7b", draft="qwen-2.5-0.5b", width=4, defaults=_chosen(0.7, 0.8)),
+    # Temperatures and top-p are those of the models' own cards. The width is the engine's: it drafts where that pays.
+    "smollm2": Preset(target="smollm2", draft="suffix", defaults=_chosen(0.2, 0.9)),
+    "llama-3.1-8b": Preset(target="llama-3.1-8b", draft="suffix,llama-3.2-1b", defaults=_chosen(0.6, 0.9)),
+    "qwen-2.5-7b": Preset(target="qwen-2.5-7b", draft="suffix,qwen-2.5-0.5b", defaults=_chosen(0.7, 0.8)),
     # No small model shares these vocabularies: drafts come from the text itself.
-    "mistral-7b": Preset(target="mistral-7b", method="ngram", width=4, defaults=_chosen(0.7, 1.0)),
-    "phi-3.5-mini": Preset(target="phi-3.5-mini", method="ngram", width=4, defaults=_chosen(0.7, 1.0)),
+    "mistral-7b": Preset(target="mistral-7b", draft="suffix", defaults=_chosen(0.7, 1.0)),
+    "phi-3.5-mini": Preset(target="phi-3.5-mini", draft="suffix", defaults=_chosen(0.7, 1.0)),
 }

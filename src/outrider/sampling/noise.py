@@ -99,9 +99,12 @@ class Noise:
         bits ^= scratch
         return bits
 
-    def uniform(self, words: Array, positions: Array, stream: Array | int) -> Array:
-        """One number in (0, 1) per row, for child rank 0. [R] float64."""
-        return self._unit(self.bits(words, positions, stream, 1)[:, 0])
+    def uniform(self, words: Array, positions: Array, stream: Array | int, ranks: Array | None = None) -> Array:
+        """One number in (0, 1) per row, for the child of this rank, 0 when not given. [R] float64."""
+        if ranks is None:
+            return self._unit(self.bits(words, positions, stream, 1)[:, 0])
+        bits = self.bits(words, positions, stream, int(ranks.max()) + 1)
+        return self._unit(self._xp.take_along_axis(bits, self._xp.astype(ranks, self._xp.int64)[:, None], axis=1)[:, 0])
 
     def draw(
         self, x: Array, words: Array, positions: Array, stream: Array | int, sampled: Array | None = None

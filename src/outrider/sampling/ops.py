@@ -13,7 +13,9 @@ from array_api_compat import is_numpy_namespace, is_torch_array
 
 from outrider.errors import OutriderError
 from outrider.sampling.accept import Layout, Ruling, build_layout, match, reject
+from outrider.sampling.branch import DraftRows
 from outrider.sampling.noise import Noise, Stream
+from outrider.sampling.tree import TreeLayout, build_tree_layout, match_tree, path_to, reject_tree
 from outrider.sampling.warp import Controls, History, build_controls, shape, softmax
 from outrider.types import Array, Drafts, Job, Scores, Verdicts
 
@@ -29,6 +31,13 @@ class Drawn(NamedTuple):
     faults: dict[int, OutriderError]
 
 
+class _Kind(NamedTuple):
+    """How a job is judged."""
+
+    is_matching: bool  # by the target's own token (`coupled`, greedy), or by rejection
+    is_tree: bool
+
+
 class SamplingOps:
     """Draws draft tokens and judges drafts, for jobs with different settings, rules and draft lengths in one call."""
 
@@ -37,6 +46,7 @@ class SamplingOps:
         self.device = device = xp.asarray(0, device=device).device  # named, so that what comes from elsewhere is moved
         self.noise = Noise(xp, device)
         self._layouts: dict[Hashable, Layout] = {}
+        self._trees: dict[Hashable, TreeLayout] = {}
         self._controls: dict[Hashable, Controls] = {}
 
     def integers(self, values: Sequence[int]) -> Array:
@@ -85,28 +95,37 @@ class SamplingOps:
             probs = xp.where(sampled[:, None], probs, self.one_hot(tokens, logits.shape[1]))
         return Drawn(tokens, probs, shaped.faults)
 
+    def draft_rows(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> DraftRows:
+        """The same for trees: row r is one of job `jobs[r]`'s, after the drafted tokens `drafted[r]`."""
+        controls = self._controls_of(jobs, [1] * len(jobs))
+        shaped = shape(self.xp, logits, controls, lambda row: (jobs[row], drafted[row]))
+        positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
+        by_rank = [job.rule == "coupled" and job.params.temperature > 0.0 for job in jobs]
+        return DraftRows(self.xp, self.noise, shaped, controls, positions, by_rank)
+
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         """Decide every job's round: how many drafts stay and which token follows. One call for the whole batch."""
-        matching = [job.rule == "coupled" or job.params.temperature == 0.0 for job in jobs]
-        if all(matching):
-            return self._judge(self._match, jobs, drafts, scores)
-        if not any(matching):
-            return self._judge(self._reject, jobs, drafts, scores)
-        accepted = self.integers([0] * len(jobs))
-        following = self.integers([0] * len(jobs))
-        faults = {}
-        for rule, wanted in ((self._match, True), (self._reject, False)):
-            chosen = [index for index, m in enumerate(matching) if m is wanted]
-            part = self._judge(
-                rule,
-                [jobs[index] for index in chosen],
-                self._take_drafts(drafts, chosen),
-                self._take_scores(scores, chosen),
-            )
-            accepted[self.integers(chosen)] = part.accepted
-            following[self.integers(chosen)] = part.next
-            faults.update({chosen[index]: fault for index, fault in part.faults.items()})
-        return Verdicts(accepted, following, faults)
+        kinds = [
+            _Kind(job.rule == "coupled" or job.params.temperature == 0.0, index in drafts.parents)
+            for index, job in enumerate(jobs)
+        ]
+        if len(set(kinds)) == 1:
+            return self._judge_alike(kinds[0], jobs, drafts, scores)
+        whole = Verdicts(self.integers([0] * len(jobs)), self.integers([0] * len(jobs)))
+        for kind in sorted(set(kinds)):
+            chosen = [index for index, other in enumerate(kinds) if other == kind]
+            some = [jobs[index] for index in chosen]
+            part = self._judge_alike(kind, some, self._take_drafts(drafts, chosen), self._take_scores(scores, chosen))
+            whole.accepted[self.integers(chosen)] = part.accepted
+            whole.next[self.integers(chosen)] = part.next
+            whole.faults.update({chosen[index]: fault for index, fault in part.faults.items()})
+            whole.paths.update({chosen[index]: path for index, path in part.paths.items()})
+        return whole
+
+    def _judge_alike(self, kind: _Kind, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        if kind.is_tree:
+            return self._judge_trees(kind.is_matching, jobs, drafts, scores)
+        return self._judge(self._match if kind.is_matching else self._reject, jobs, drafts, scores)
 
     def _judge(self, rule: Callable[..., Ruling], jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         """All jobs under one rule."""
@@ -124,12 +143,37 @@ class SamplingOps:
                 faults[job] = fault
         return Verdicts(accepted, following, faults)
 
-    def _match(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
-        if controls.all_greedy:
-            chosen = x.argmax(-1)
+    def _judge_trees(self, is_matching: bool, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        """All jobs under one rule, their drafts trees."""
+        xp, parents = self.xp, [drafts.parents[index] for index in range(len(jobs))]
+        key = ("tree", *map(tuple, parents))
+        layout = _remember(self._trees, key, lambda: build_tree_layout(xp, self.device, parents))
+        controls = self._controls_of(jobs, scores.counts)
+        positions = self._int32([len(job.tokens) for job in jobs])[layout.owner] + layout.depth
+        shaped = shape(xp, scores.logits, controls, self._history(jobs, drafts, scores))
+        if is_matching:
+            ruling = match_tree(xp, self._choose(shaped.logits, controls, positions), drafts.tokens, layout)
         else:
-            chosen = self.noise.draw(x, controls.words, positions, Stream.TARGET, controls.sampled)
-        return match(self.xp, chosen, drafts.tokens, layout)
+            ruling = reject_tree(
+                xp, shaped.logits, drafts.tokens, drafts.probs, layout, self.noise, controls.words, positions
+            )
+        ends, roots = ruling.rows.tolist(), layout.first.tolist()
+        paths = [path_to(layout, end, root) for end, root in zip(ends, roots, strict=True)]
+        faults = {}
+        for row, fault in shaped.faults.items():
+            job = int(layout.owner[row])
+            if row == roots[job] or row - roots[job] - 1 in paths[job]:  # the others are of a text that never was
+                faults[job] = fault
+        return Verdicts(self.integers([len(path) for path in paths]), ruling.next, faults, dict(enumerate(paths)))
+
+    def _choose(self, x: Array, controls: Controls, positions: Array) -> Array:
+        """The target's own token in every row."""
+        if controls.all_greedy:
+            return x.argmax(-1)
+        return self.noise.draw(x, controls.words, positions, Stream.TARGET, controls.sampled)
+
+    def _match(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
+        return match(self.xp, self._choose(x, controls, positions), drafts.tokens, layout)
 
     def _reject(self, x: Array, drafts: Drafts, layout: Layout, controls: Controls, positions: Array) -> Ruling:
         return reject(self.xp, x, drafts.tokens, drafts.probs, layout, self.noise, controls.words, positions)
@@ -140,8 +184,8 @@ class SamplingOps:
 
         def history(row: int) -> tuple[Job, list[int]]:
             if not rows:
-                for job, drafted, num_rows in zip(jobs, drafts.proposals(), scores.counts, strict=True):
-                    rows.extend((job, drafted[:depth]) for depth in range(num_rows))
+                for index, (job, num_rows) in enumerate(zip(jobs, scores.counts, strict=True)):
+                    rows.extend((job, before) for before in drafts.ancestors(index)[:num_rows])
             return rows[row]
 
         return history
@@ -149,7 +193,8 @@ class SamplingOps:
     def _take_drafts(self, drafts: Drafts, chosen: Sequence[int]) -> Drafts:
         at = self.integers(_members(drafts.counts, chosen))
         probs = None if drafts.probs is None else drafts.probs[at, ...]
-        return Drafts([drafts.counts[index] for index in chosen], drafts.tokens[at], probs)
+        parents = {place: drafts.parents[index] for place, index in enumerate(chosen) if index in drafts.parents}
+        return Drafts([drafts.counts[index] for index in chosen], drafts.tokens[at], probs, parents)
 
     def _take_scores(self, scores: Scores, chosen: Sequence[int]) -> Scores:
         at = self.integers(_members(scores.counts, chosen))

@@ -6,21 +6,25 @@ Plans integers only. Jobs join and leave between any two passes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from outrider.config import SchedulerConfig
-from outrider.types import Job, Plan
+from outrider.types import Ask, Job, Plan
 
 
 class WidthChoice(Protocol):
     """What `plan` needs of a width chooser's answer."""
 
     @property
-    def width(self) -> int: ...
+    def asks(self) -> tuple[Ask, ...]: ...
 
     @property
     def fallback(self) -> str | None: ...
+
+
+# The jobs that decide in a pass, and the tokens others are fed in it -> a choice for each
+Choose = Callable[[Sequence[Job], int], Sequence[WidthChoice]]
 
 
 class Scheduler:
@@ -51,17 +55,17 @@ class Scheduler:
         if self._running.pop(job.id, None) is None:
             self.waiting.remove(job)
 
-    def plan(self, choose: Callable[[Job], WidthChoice]) -> Plan:
+    def plan(self, choose: Choose) -> Plan:
         """The next pass: every running job takes part."""
         plan = Plan([], [], [], [])
         for job in self._running.values():
             if len(job.tokens) - job.cached > self.config.prefill_chunk:
                 plan.reading.append(job)
                 plan.chunks.append(self.config.prefill_chunk)
-                continue
-            choice = choose(job)
-            plan.deciding.append(job)
-            plan.widths.append(choice.width)
+            else:
+                plan.deciding.append(job)
+        for job, choice in zip(plan.deciding, choose(plan.deciding, sum(plan.chunks)), strict=True):
+            plan.asks.append(choice.asks)
             if choice.fallback is not None:
                 plan.fallbacks.append((job, choice.fallback))
         return plan

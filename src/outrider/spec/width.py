@@ -1,41 +1,109 @@
-"""How many tokens to draft for a job this round: what was asked for, as far as target, draft and answer allow."""
+"""How many tokens to draft for each job this round: what was asked for or what pays, as far as target, draft and answer
+allow."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from outrider.backends.base import ModelInfo
-from outrider.draft.base import Drafter
-from outrider.types import Job
+from outrider.errors import DraftError
+from outrider.metrics import Outcome, PassTimes
+from outrider.spec.router import Router
+from outrider.types import Ask, Drafts, Job, Plan
+
+READING = "the draft is still reading the prompt"
 
 
-class Width(NamedTuple):
-    """A width, and why it is less than what was asked for (None when it is not, or only because the answer ends)."""
+class Choice(NamedTuple):
+    """Who is asked for how much, and why it is less than what was asked for (None when it is not, or only because the
+    answer ends)."""
 
-    width: int
+    asks: tuple[Ask, ...] = ()
     fallback: str | None = None
+    error: DraftError | None = None  # the drafter failed to say how far it is
 
 
-class FixedWidth:
-    """The width a request asked for, or the default. Never more than the answer can still use."""
+class Controller(Protocol):
+    """Decides for the jobs that leave width or shape to the engine, from what it has seen."""
 
-    DEFAULT = 4
+    def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
+        """For each deciding job, how much of its room to use: asks with widths up to those given, 0 included.
 
-    def __init__(self, target: ModelInfo, drafter: Drafter) -> None:
+        rooms: the most each of a job's drafters may draft; a job with a fixed width has its asks there already and must
+        get them back. rows: tokens that other jobs are fed in the same pass.
+        """
+
+    def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        """What a round cost and brought."""
+
+    def forget(self, job: Job) -> None:
+        """The job is over."""
+
+
+class FixedController:
+    """Always as many tokens, in a chain unless a request asks for trees."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
+        return [
+            tuple(Ask(ask.drafter, min(ask.width, self._width), bool(job.tree)) for ask in room)
+            if job.width is None
+            else room
+            for job, room in zip(jobs, rooms, strict=True)
+        ]
+
+    def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        pass
+
+    def forget(self, job: Job) -> None:
+        pass
+
+
+class WidthChooser:
+    """What each job may be drafted, and of that what its request or the controller wants."""
+
+    def __init__(self, target: ModelInfo, router: Router, controller: Controller, max_width: int) -> None:
         self._max_rewind = target.max_rewind
-        self._drafter = drafter
+        self._trees = target.trees
+        self._router = router
+        self._max_width = max_width
+        self.controller = controller
 
-    def choose(self, job: Job) -> Width:
-        asked = self.DEFAULT if job.width is None else job.width
+    def choose(self, jobs: Sequence[Job], rows: int) -> list[Choice]:
+        """For every deciding job of a pass in which others are fed `rows` tokens."""
+        choices = [self._room(job) for job in jobs]
+        if any(choice.asks and job.width is None for job, choice in zip(jobs, choices, strict=True)):
+            chosen = self.controller.choose(jobs, [choice.asks for choice in choices], rows)
+            choices = [choice._replace(asks=asks) for choice, asks in zip(choices, chosen, strict=True)]
+        return choices
+
+    def _room(self, job: Job) -> Choice:
+        """The most that may be drafted for a job."""
+        asked = job.width
+        if asked is None:
+            asked = self._max_width if job.max_width is None else min(job.max_width, self._max_width)
         width = min(asked, job.limit - len(job.tokens) - 1)  # the round adds one token of the target's own
-        if width <= 0:
-            return Width(0)
-        if self._drafter.lag(job) > 0:
-            return Width(0, "the draft is still reading the prompt")
+        if width <= 0 or not job.drafters:
+            return Choice()
+        fallback = None
+        tree = job.tree is not False if job.width is None else bool(job.tree)
+        if tree and not self._trees:
+            tree = False
+            fallback = "the target reads chains only" if job.tree else None
         if self._max_rewind is not None and width > self._max_rewind:
             if self._max_rewind > 0:
-                return Width(self._max_rewind, f"the target can rewind only {self._max_rewind} tokens")
-            if job.width is None:
-                return Width(0, "the target cannot rewind, so drafting saves no pass")
-            return Width(1, "the target cannot rewind: one draft a round, judged before it is fed")
-        return Width(width)
+                width, fallback = self._max_rewind, f"the target can rewind only {self._max_rewind} tokens"
+            elif job.width is None:
+                return Choice(fallback="the target cannot rewind, so drafting saves no pass")
+            else:
+                width, fallback = 1, "the target cannot rewind: one draft a round, judged before it is fed"
+        try:
+            ready = [name for name in job.drafters if self._router.lag(job, name) <= 0]
+        except DraftError as error:
+            return Choice(error=error)
+        if len(ready) < len(job.drafters):
+            fallback = READING
+        return Choice(tuple(Ask(name, width, tree) for name in ready), fallback)

@@ -1,0 +1,53 @@
+"""What the networks of draft heads share: the model they sit on, and the tokens they choose among."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.backends.transformer import TransformerBackend
+from outrider.errors import ModelFileError
+from outrider.models.head_spec import IDS, OFFSETS
+from outrider.models.heads import HeadFile, Host, check_fit
+
+
+def settle_on(file: HeadFile, target: TransformerBackend) -> None:
+    """A ModelFileError if the head was not made for a model like this."""
+    spec, info = target.spec, target.info
+    check_fit(file, Host(info.name, spec.width, spec.num_layers, info.vocab_size, info.num_columns))
+
+
+def load(file: HeadFile, name: str, target: TransformerBackend) -> torch.Tensor:
+    """One tensor in the target's precision, where the target is."""
+    return file.read(name).to(device=target.device, dtype=target.weights.embedding.dtype)
+
+
+class DraftVocabulary:
+    """The tokens a head chooses among: all of the target's, or some, by their ids there."""
+
+    def __init__(self, file: HeadFile, target: TransformerBackend) -> None:
+        self._size = target.info.vocab_size
+        self.ids: torch.Tensor | None = None
+        if IDS in file.shapes:
+            self.ids = file.read(IDS).to(torch.int64)
+        elif OFFSETS in file.shapes:
+            offsets = file.read(OFFSETS).to(torch.int64)
+            self.ids = offsets + torch.arange(len(offsets))
+        if self.ids is not None:
+            self._check(file, target.info.num_columns)
+            self.ids = self.ids.to(target.device)
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows over its own tokens as rows over the target's, minus infinity for others. [n, own] -> [n, V]"""
+        if self.ids is None:
+            return rows[:, : self._size]
+        whole = rows.new_full((len(rows), max(self._size, int(self.ids.max()) + 1)), -torch.inf)
+        return whole.index_copy_(1, self.ids, rows)[:, : self._size]
+
+    def _check(self, file: HeadFile, num_columns: int) -> None:
+        assert self.ids is not None
+        if not len(self.ids) or int(self.ids.min()) < 0 or int(self.ids.max()) >= num_columns:
+            raise ModelFileError(f"{file.path}: its tokens are not all among the target's {num_columns}")
+        if len(self.ids.unique()) < len(self.ids):
+            raise ModelFileError(f"{file.path}: two of its tokens are the same token of the target")
+        if int((self.ids < self._size).sum()) == 0:
+            raise ModelFileError(f"{file.path}: none of its tokens is one of the target's {self._size}")

@@ -1,0 +1,100 @@
+"""What drafters that look up text have in common: they read along in portions, and their proposals are certain (one-hot).
+
+A round must not wait for a long prompt to be indexed: what is new of a job is read after every step, and what is missing
+all the same (a beginning the target remembered, say) is read a portion a round. Until then the lookup finds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+
+PORTION = 1024  # tokens read in one go, of all jobs together
+SHARE = 64  # tokens every job may read however many there are: more than a round emits
+
+
+class Proposal(NamedTuple):
+    """Tokens and, where they branch, the index of the token each follows (-1: the job's last)."""
+
+    tokens: Sequence[int]
+    parents: list[int] | None = None
+
+
+NOTHING = Proposal(())
+
+
+class Lookup(Protocol):
+    """What there is to find for one job."""
+
+    def missing(self, tokens: list[int]) -> int:
+        """How many of the job's tokens it has not read. Notices tokens that were taken back."""
+
+    def read(self, tokens: list[int], stop: int) -> None:
+        """Read on up to `stop`."""
+
+    def propose(self, tokens: list[int], width: int, branching: bool) -> Proposal:
+        """What may follow the job's tokens."""
+
+    def close(self) -> None:
+        """The job is over."""
+
+
+class LookupDrafter:
+    """Proposes what the lookup of each job finds. A subclass says what a lookup is (`open`), and for whom it reads."""
+
+    name = ""
+    hidden: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.lookups: dict[int, Lookup] = {}
+
+    def open(self, job: Job) -> Lookup:
+        raise NotImplementedError
+
+    def reads(self, job: Job) -> bool:
+        """Whether it reads along with a job that it may never be asked about."""
+        return self.name in job.drafters
+
+    def lag(self, job: Job) -> int:
+        return 0
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        self._read([job for job, width in zip(jobs, widths, strict=True) if width])
+        counts: list[int] = []
+        tokens: list[int] = []
+        parents: dict[int, list[int]] = {}
+        for job, width, branching in zip(jobs, widths, trees, strict=True):
+            if width == 0:
+                counts.append(0)
+                continue
+            proposal = self.lookups[job.id].propose(job.tokens, width, branching)
+            if proposal.parents is not None:
+                parents[len(counts)] = proposal.parents
+            counts.append(len(proposal.tokens))
+            tokens += proposal.tokens
+        return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents)
+
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        self._read([job for job in plan.jobs if self.reads(job)])
+        return 0
+
+    def forget(self, job: Job) -> None:
+        lookup = self.lookups.pop(job.id, None)
+        if lookup is not None:
+            lookup.close()
+
+    def _read(self, jobs: Sequence[Job]) -> None:
+        left = PORTION
+        for job in jobs:
+            lookup = self.lookups.get(job.id)
+            if lookup is None:
+                lookup = self.lookups[job.id] = self.open(job)
+            missing = lookup.missing(job.tokens)
+            if missing:
+                missing_now = min(missing, max(left, SHARE))
+                left -= missing_now
+                lookup.read(job.tokens, len(job.tokens) - missing + missing_now)

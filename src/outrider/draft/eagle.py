@@ -1,0 +1,221 @@
+"""Drafting with an EAGLE head: it reads the target's true hidden states of what was kept, and guesses on from there.
+
+    tokens    t0  t1  t2  t3  t4          the target holds t0 .. t3
+    read      (h0,t1) (h1,t2)             entries in the head's cache, below the target's length
+    pending                   (h2,t3) (h3,t4)   seen and not read: the next proposal begins with them
+
+What the head feeds itself lies behind the entries that were read, and counts for nobody: after a round it is as if it
+had never been. So a round reads what was kept and one more, never the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.backends.base import Backend
+from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.torch_common import array_of
+from outrider.backends.transformer import TransformerBackend
+from outrider.draft.growth import DEPTH, LEVEL, Sprout
+from outrider.draft.kept_rows import Kept, kept_rows
+from outrider.draft.ranked import grow_heads
+from outrider.errors import ConfigError
+from outrider.models.head_spec import EagleSpec
+from outrider.models.heads import open_head
+from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
+
+MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once, as long prompts are
+
+
+@dataclass(slots=True)
+class Seat:
+    """A job's place in the head. Entries `first` to `read` are in its cache, `pending` come next."""
+
+    slot: Slot
+    first: int
+    read: int
+    pending: torch.Tensor  # [n, width] fused hidden states of entries that were not read yet
+    gap: bool = False  # the target remembered more of the beginning than the head: it sees only what came after
+    guesses: torch.Tensor | None = None  # [1 + fed, width] what entries after the last true one and its own are made of
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose hidden states it was given."""
+        return self.read + len(self.pending)
+
+
+class EagleDrafter:
+    """Trees are ranked as in EAGLE-2 (`draft.ranked`); chains are drawn like those of a draft model."""
+
+    name = "eagle"
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        self.hidden = head.hidden
+        self.seats: dict[int, Seat] = {}
+        self._told: set[int] = set()  # jobs whose gap was reported
+
+    @classmethod
+    def load(cls, path: Path | str, target: Backend) -> EagleDrafter:
+        assert isinstance(target, TransformerBackend), f"heads cannot sit on {target.info.name}"
+        file = open_head(path)
+        if not isinstance(file.spec, EagleSpec):
+            raise ConfigError(f"{path} holds Medusa heads; write medusa:{path}", param="draft")
+        return cls(EagleHead(file, target))
+
+    def lag(self, job: Job) -> int:
+        """What the target has not read yet: its hidden states are what the head reads."""
+        if len(job.tokens) > self.head.context:
+            return 0  # it will not read on; `propose` says why
+        seat = self._seat(job)
+        return max(0, len(job.tokens) - 1 - (0 if seat is None else seat.seen))
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        drafts = Drafts(counts=[], tokens=None)
+        rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
+        feeds = [self._feed(job, room, tree, drafts) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
+        rooms = [min(room, feed) for room, feed in zip(rooms, feeds, strict=True)]
+        grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
+        for job in jobs:
+            if job.id in self.seats:
+                self.seats[job.id].guesses = None
+        return drafts
+
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        mine = [
+            kept
+            for kept in kept_rows(plan, scores, verdicts)
+            if self.name in kept.job.drafters and kept.job.width != 0 and len(kept.job.tokens) <= self.head.context
+        ]
+        mine = [kept for kept in mine if self._sit(kept)]
+        if not mine:
+            return 0
+        rows = torch.tensor([row for kept in mine for row in kept.rows], device=self.head.target.device)
+        fused = self.head.fuse([torch.as_tensor(scores.hidden[layer])[rows] for layer in self.hidden])
+        for kept, fresh in zip(mine, fused.split_with_sizes([len(kept.rows) for kept in mine]), strict=True):
+            seat = self.seats[kept.job.id]
+            seat.pending = torch.cat([seat.pending, fresh])
+            self.head.keep_edges(seat.slot, kept.start, fresh)
+            self._report(seat)
+        long = [kept.job for kept in mine if len(self.seats[kept.job.id].pending) > MOST_PENDING]
+        if long:
+            # The last one waits: its entry lies past the target's length, where pages may be taken away.
+            self._read_pending(long, spare=1)
+        return int(bool(long))
+
+    def forget(self, job: Job) -> None:
+        self.seats.pop(job.id, None)
+        self._told.discard(job.id)
+
+    def _room(self, job: Job, width: int, drafts: Drafts) -> int:
+        """How much of `width` the head can serve."""
+        context = self.head.context
+        room = min(width, context - len(job.tokens))
+        if width and room <= 0:
+            self.seats.pop(job.id, None)  # it cannot come back
+            drafts.fallbacks.append((job, f"the answer is past the head's context of {context} tokens"))
+            return 0
+        seat = self._seat(job)
+        if width == 0 or seat is None or seat.seen != len(job.tokens) - 1 or not len(seat.pending):
+            return 0
+        if room < width:
+            drafts.fallbacks.append((job, f"the answer comes to the end of the head's context of {context} tokens"))
+        if seat.gap and job.id not in self._told:
+            self._told.add(job.id)
+            drafts.fallbacks.append((job, "the head has not read the beginning that the target remembered"))
+        return room
+
+    def _feed(self, job: Job, room: int, tree: bool, drafts: Drafts) -> int:
+        """How many guesses it may feed itself: those there are pages for. A tree is grown beyond its size."""
+        if room == 0 or job.slot is None:
+            return 0
+        for feed in (max(room, LEVEL * (DEPTH - 1)), room) if tree else (room,):
+            if self.head.pages.make_room(job.slot, len(job.tokens) + feed):
+                return feed
+        drafts.fallbacks.append((job, "no page is left for what the head guesses"))
+        return 0
+
+    def _seat(self, job: Job) -> Seat | None:
+        seat = self.seats.get(job.id)
+        return seat if seat is not None and seat.slot == job.slot else None
+
+    def _sit(self, kept: Kept) -> bool:
+        """A seat for a job of which `kept` comes next; False where it has that already."""
+        slot, start, pages = kept.job.slot, kept.start, self.head.pages
+        assert slot is not None, f"job {kept.job.id} took part in a pass without a slot"
+        seat = self._seat(kept.job)
+        if seat is not None and start <= seat.seen:
+            return start == seat.seen
+        nothing = self.head.store.edges[:0]
+        if start == 0:
+            seat = Seat(slot, 0, 0, nothing)
+        elif pages.length(slot, self.head.number) == start and start % pages.page_size == 0:
+            seat = Seat(slot, 0, start - 1, self.head.edge(slot, start - 1).clone())
+        else:
+            seat = Seat(slot, start, start, nothing, gap=True)
+        self.seats[kept.job.id] = seat
+        return True
+
+    def _report(self, seat: Seat) -> None:
+        """Tell the account of pages what can be found again: entries below the hidden states that are known."""
+        length = min(seat.read + 1, seat.seen)
+        pages = self.head.pages
+        if not seat.gap and length > pages.length(seat.slot, self.head.number):
+            pages.advance(seat.slot, self.head.number, length)
+
+    def _read_pending(self, jobs: Sequence[Job], *, spare: int = 0) -> list[torch.Tensor]:
+        """One pass over what is pending (all but `spare`). Returns the outputs, job by job. [n, width] each"""
+        seats = [self.seats[job.id] for job in jobs]
+        counts = [len(seat.pending) - spare for seat in seats]
+        tokens = [
+            token
+            for job, seat, count in zip(jobs, seats, counts, strict=True)
+            for token in job.tokens[seat.read + 1 : seat.read + 1 + count]
+        ]
+        hidden = torch.cat([seat.pending[:count] for seat, count in zip(seats, counts, strict=True)])
+        firsts, starts = [seat.first for seat in seats], [seat.read for seat in seats]
+        outputs = self.head.read(Entries([seat.slot for seat in seats], firsts, starts, counts, tokens, hidden))
+        for seat, count in zip(seats, counts, strict=True):
+            seat.read += count
+            seat.pending = seat.pending[count:].clone()
+            self._report(seat)
+        return list(outputs.split_with_sizes(counts))
+
+    def _read(self, sprouts: Sequence[Sprout]) -> Array:
+        """One row per tip: after what is pending, or after guesses. [tips, V]"""
+        begun = [sprout for sprout in sprouts if sprout.tips != [-1]]
+        fresh = [sprout for sprout in sprouts if sprout.tips == [-1]]
+        outputs: dict[int, torch.Tensor] = {}
+        if fresh:
+            for sprout, output in zip(fresh, self._read_pending([one.job for one in fresh]), strict=True):
+                outputs[id(sprout)] = output[-1:]
+        if begun:
+            outputs.update(self._guess(begun))
+        for sprout in sprouts:
+            seat, again = self.seats[sprout.job.id], self.head.again(outputs[id(sprout)])
+            seat.guesses = again if seat.guesses is None else torch.cat([seat.guesses, again])
+        return array_of(self.head.rows(torch.cat([outputs[id(sprout)] for sprout in sprouts])))
+
+    def _guess(self, sprouts: Sequence[Sprout]) -> dict[int, torch.Tensor]:
+        """One pass over tips: each is a token and what its parent's output was."""
+        entries = Entries([], [], [], [], [], self.head.store.edges[:0])
+        hidden, parents = [], {}
+        for index, sprout in enumerate(sprouts):
+            seat = self.seats[sprout.job.id]
+            assert seat.guesses is not None
+            entries.slots.append(seat.slot)
+            entries.firsts.append(seat.first)
+            entries.starts.append(seat.read + len(sprout.fed))
+            entries.counts.append(len(sprout.tips))
+            entries.tokens += sprout.feed()
+            places = [parent + 1 for parent in sprout.fed_parents[-len(sprout.tips) :]]
+            hidden.append(seat.guesses[places])
+            if sprout.is_tree:
+                parents[index] = list(sprout.fed_parents)
+        entries.hidden, entries.parents = torch.cat(hidden), parents
+        outputs = self.head.read(entries).split_with_sizes(entries.counts)
+        return {id(sprout): output for sprout, output in zip(sprouts, outputs, strict=True)}

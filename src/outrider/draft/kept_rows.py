@@ -1,0 +1,34 @@
+"""Which rows of a pass belong to tokens that stay: what heads read of the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from outrider.types import Job, Plan, Scores, Verdicts
+
+
+class Kept(NamedTuple):
+    """A job's tokens of a pass that are in the target's cache for good: places `start` and on, and where they stood."""
+
+    job: Job
+    start: int
+    rows: list[int]
+    decided: bool  # whether the last of them gave the job's last token
+
+
+def kept_rows(plan: Plan, scores: Scores, verdicts: Verdicts) -> Iterator[Kept]:
+    """For every job of the plan that goes on. One whose answer was cut short of its verdict has ended."""
+    firsts = list(accumulate(scores.fed, initial=0))
+    for index, (job, chunk) in enumerate(zip(plan.reading, plan.chunks, strict=True)):
+        if not job.done:
+            yield Kept(job, job.cached - chunk, list(range(firsts[index], firsts[index] + chunk)), False)
+    following = verdicts.next.tolist()
+    for place, job in enumerate(plan.deciding):
+        first, num_fed = firsts[len(plan.reading) + place], scores.fed[len(plan.reading) + place]
+        pending = num_fed - (scores.counts[place] - 1)  # the others are drafts
+        fed = [*range(pending), *(pending + node for node in verdicts.kept(place))]
+        is_cut = job.cached != len(job.tokens) - 1 or job.tokens[-1] != following[place] or job.cached < len(fed)
+        if not (job.done or place in verdicts.faults or is_cut):
+            yield Kept(job, job.cached - len(fed), [first + row for row in fed], True)

@@ -1,0 +1,140 @@
+"""Trees that are grown beyond their size and cut back to the best nodes, as EAGLE-2 does it.
+
+Every level takes the likeliest children of a few tips, and the best of those are the next tips. In the end the nodes
+stay that are likeliest as a whole, with their ancestors; none is likelier than its parent, so they hang together.
+
+Choosing by what was drawn is allowed because nothing is sampled: children are certain (one-hot), or drawn with the
+target's own noise where any proposal is exact (`coupled`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from outrider.draft.growth import DEPTH, LEVEL, Read, Sprout, grow
+from outrider.errors import DraftError, RequestError
+from outrider.sampling.branch import Children, DraftRows
+from outrider.sampling.ops import SamplingOps
+from outrider.types import Drafts, Job
+
+
+def grow_heads(
+    ops: SamplingOps,
+    jobs: Sequence[Job],
+    rooms: Sequence[int],
+    feeds: Sequence[int],
+    trees: Sequence[bool],
+    read: Read,
+    drafts: Drafts,
+    *,
+    depth: int = DEPTH,
+) -> None:
+    """Ranked trees for those that may branch, chains for the others."""
+    chains = [index for index, tree in enumerate(trees) if not tree]
+    branching = [index for index, tree in enumerate(trees) if tree]
+    if not branching:
+        grow(ops, jobs, rooms, trees, read, drafts)
+    elif not chains:
+        grow_ranked(ops, jobs, rooms, feeds, read, drafts, depth=depth)
+    else:
+        first, second = Drafts([], None), Drafts([], None)
+        grow(ops, [jobs[i] for i in chains], [rooms[i] for i in chains], [False] * len(chains), read, first)
+        chosen = [[values[index] for index in branching] for values in (jobs, rooms, feeds)]
+        grow_ranked(ops, *chosen, read, second, depth=depth)  # type: ignore[arg-type]
+        _join(ops, drafts, [(chains, first), (branching, second)])
+
+
+def _join(ops: SamplingOps, whole: Drafts, parts: Sequence[tuple[Sequence[int], Drafts]]) -> None:
+    """Drafts of some jobs and of others as one, job after job."""
+    proposals: dict[int, list[int]] = {}
+    owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
+    for members, part in parts:
+        whole.steps += part.steps
+        whole.parents.update({members[place]: parents for place, parents in part.parents.items()})
+        whole.faults.update({members[place]: fault for place, fault in part.faults.items()})
+        for index, tokens in zip(members, part.proposals(), strict=True):
+            proposals[index] = tokens
+            owners += [(index, place) for place in range(len(tokens))]
+    ordered = [proposals[index] for index in sorted(proposals)]
+    whole.counts = [len(tokens) for tokens in ordered]
+    whole.tokens = ops.integers([token for tokens in ordered for token in tokens])
+    sampled = next((part.probs for _, part in parts if part.probs is not None), None)
+    if sampled is not None:
+        rows = [ops.one_hot(part.tokens, sampled.shape[1]) if part.probs is None else part.probs for _, part in parts]
+        order = sorted(range(len(owners)), key=owners.__getitem__)
+        whole.probs = ops.xp.concat(rows)[ops.integers(order), ...]
+
+
+def grow_ranked(
+    ops: SamplingOps,
+    jobs: Sequence[Job],
+    rooms: Sequence[int],
+    feeds: Sequence[int],
+    read: Read,
+    drafts: Drafts,
+    *,
+    depth: int = DEPTH,
+) -> None:
+    """Fill `drafts` with a tree of up to rooms[b] tokens for each job; `read` is fed feeds[b] nodes at most."""
+    sprouts = [Sprout(job, room, True) for job, room in zip(jobs, rooms, strict=True)]
+    while active := [sprout for sprout in sprouts if sprout.wants_more and sprout.depth < depth]:
+        drafts.steps += 1
+        logits = read(active)
+        tips = [(sprout, tip) for sprout in active for tip in sprout.tips]
+        rows = ops.draft_rows([sprout.job for sprout, _ in tips], [sprout.line(tip) for sprout, tip in tips], logits)
+        fresh: dict[int, list[int]] = {id(sprout): [] for sprout in active}
+        for children in _draw(rows, [sprout for sprout, _ in tips]):
+            for row, token, confidence in zip(children.rows, children.tokens, children.confidences, strict=True):
+                sprout, tip = tips[row]
+                fresh[id(sprout)].append(_add(sprout, token, tip, confidence))
+        for sprout in active:
+            sprout.depth += 1
+            left = feeds[sprouts.index(sprout)] - len(sprout.fed)
+            sprout.tips = _next_tips(sprout, fresh[id(sprout)], left)
+        for row, fault in rows.faults.items():
+            sprout = tips[row][0]
+            sprout.tips, sprout.room = [], 0
+            if not isinstance(fault, RequestError):  # else the request did it to its row: the target's rows will tell
+                error = DraftError(f"the draft failed: {fault.message}", param=fault.param)
+                drafts.faults[sprouts.index(sprout)] = error
+    trees = [_cut(sprout) for sprout in sprouts]
+    drafts.counts = [len(tokens) for tokens, _ in trees]
+    drafts.tokens = ops.integers([token for tokens, _ in trees for token in tokens])
+    drafts.parents = {index: parents for index, (_, parents) in enumerate(trees) if parents}
+
+
+def _draw(rows: DraftRows, owners: Sequence[Sprout]) -> list[Children]:
+    """A few children of every row: the likeliest, or under `coupled` those the noise favours."""
+    coupled = [sprout.job.rule == "coupled" for sprout in owners]
+    counts = [min(LEVEL, sprout.room) for sprout in owners]
+    drawn = []
+    for by_noise in (False, True):
+        if by_noise in coupled:
+            some = [count if one is by_noise else 0 for count, one in zip(counts, coupled, strict=True)]
+            drawn.append(rows.draw(some, certain=not by_noise))
+    return drawn
+
+
+def _add(sprout: Sprout, token: int, parent: int, confidence: float) -> int:
+    sprout.tokens.append(token)
+    sprout.parents.append(parent)
+    sprout.confidences.append(confidence + (0.0 if parent < 0 else sprout.confidences[parent]))
+    return len(sprout.tokens) - 1
+
+
+def _next_tips(sprout: Sprout, fresh: Sequence[int], left: int) -> list[int]:
+    """The best of the new nodes, as far as a child of theirs could still be among those that stay."""
+    confidences = sprout.confidences
+    worst = heapq.nlargest(sprout.room, confidences)[-1] if len(confidences) >= sprout.room else None
+    hopeful = [node for node in fresh if worst is None or confidences[node] > worst]
+    best = heapq.nlargest(min(LEVEL, left), hopeful, key=lambda node: (confidences[node], -node))
+    return sorted(best)
+
+
+def _cut(sprout: Sprout) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the nodes that stay, numbered anew."""
+    best = heapq.nsmallest(sprout.room, range(len(sprout.tokens)), key=lambda node: (-sprout.confidences[node], node))
+    number = {-1: -1, **{node: place for place, node in enumerate(sorted(best))}}
+    kept = sorted(best)
+    return [sprout.tokens[node] for node in kept], [number[sprout.parents[node]] for node in kept]

@@ -1,0 +1,109 @@
+"""The drafting methods: what people write in `draft=` and `--draft`, and one line on each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.errors import ConfigError
+
+
+class Method(NamedTuple):
+    """A line of `outrider methods`."""
+
+    written: str
+    line: str
+    needs: str
+
+
+METHODS = {
+    "none": Method("none", "Plain decoding: one pass per token.", "nothing"),
+    "ngram": Method("ngram", "What followed the last few tokens before, in this request's own text.", "nothing"),
+    "suffix": Method(
+        "suffix",
+        "The longest match in this request and in past ones of its tenant, as far as their frequencies carry.",
+        "nothing; memory for past text",
+    ),
+    "layerskip": Method(
+        "layerskip[:N]",
+        "The target's own first N layers (a quarter when left out), without a second copy of anything.",
+        "a transformer; pays when it was trained to exit early",
+    ),
+    "medusa": Method(
+        "medusa:PATH", "Heads on the last hidden state, one for each token ahead.", "Medusa heads trained for the target"
+    ),
+    "eagle": Method(
+        "eagle:PATH",
+        "A one-layer draft on the target's hidden states (EAGLE, EAGLE-2, EAGLE-3), with a tree of guesses.",
+        "an EAGLE head trained for the target",
+    ),
+    "model": Method(
+        "MODEL",
+        "Another model: a path, hf:org/name, pypi:package or a short name; its vocabulary may differ.",
+        "a model several times smaller than the target",
+    ),
+    "reencode": Method(
+        "reencode:MODEL",
+        "A model of another vocabulary writes text, which is encoded for the target.",
+        "a small model and both tokenizers",
+    ),
+}
+BARE = ("none", "ngram", "suffix", "layerskip")  # can stand without a value
+
+
+class DraftSpec(NamedTuple):
+    """One drafter that was asked for. `value` is what comes after the colon, a model's name, or an object."""
+
+    method: str
+    value: Any = None
+
+
+def parse_drafts(draft: Any) -> list[DraftSpec]:
+    """The drafters of `draft=`, in the order they are tried; nothing for plain decoding.
+
+    Text may name several with commas; a list may hold backends and drafters, too.
+    """
+    if draft is None:
+        return []
+    if isinstance(draft, str):
+        whole = _exists(draft)  # a path may have commas of its own
+        specs = [_parse(part.strip()) for part in ([draft] if whole else draft.split(","))]
+    elif isinstance(draft, (list, tuple)):
+        specs = [spec for part in draft for spec in parse_drafts(part)]
+    elif isinstance(draft, os.PathLike):
+        specs = [DraftSpec("model", draft)]
+    else:
+        specs = [DraftSpec("object", draft)]
+    if any(spec.method == "none" for spec in specs):
+        if len(specs) > 1:
+            raise ConfigError("none drafts nothing, so it goes with no other draft; leave it out", param="draft")
+        return []
+    return specs
+
+
+def _parse(text: str) -> DraftSpec:
+    name, colon, value = text.partition(":")
+    if text in BARE:
+        return DraftSpec(text)
+    if name == "layerskip":
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"layerskip takes a number of layers, got {text!r}; write layerskip:8", param="draft")
+        return DraftSpec(name, int(value))
+    if name in ("medusa", "eagle", "reencode") and not _exists(text):
+        if not value:
+            needed = METHODS[name].needs
+            raise ConfigError(f"{name} needs {needed}; write {METHODS[name].written}", param="draft")
+        return DraftSpec(name, value)
+    if text in ("", "model"):
+        raise ConfigError(
+            f"{text!r} names no draft; choose {', '.join(method.written for method in METHODS.values())}", param="draft"
+        )
+    return DraftSpec("model", text)
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,109 @@
+"""Drawing several children from a row, for drafts that are trees.
+
+Children of a row are drawn without replacement, each from what its earlier siblings left: the same noise, with their
+tokens taken out, gives the next best of the race (Gumbel-top-k). How many children a row gets may depend on the row,
+and must be settled before they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from outrider.errors import OutriderError
+from outrider.sampling.noise import Noise
+from outrider.sampling.warp import Controls, Shaped, softmax
+from outrider.types import Array
+
+
+class Children(NamedTuple):
+    """Drawn tokens, row after row, siblings in draw order. Everything but `probs` is on the host."""
+
+    rows: list[int]  # the row each child comes from
+    tokens: list[int]
+    confidences: list[float]  # log of how likely the draft thinks each is
+    probs: Array | None  # [N, V] the rows they were drawn from; None: all one-hot
+
+
+class DraftRows:
+    """Some rows of a draft, shaped as their requests ask, ready to be drawn from.
+
+    Under `coupled` noise decides who wins, and the draft's first choice is right about as often whatever its
+    probability: there, promises and confidences go by rank.
+    """
+
+    def __init__(
+        self, xp: Any, noise: Noise, shaped: Shaped, controls: Controls, positions: Array, by_rank: Sequence[bool]
+    ) -> None:
+        self.faults: dict[int, OutriderError] = shaped.faults
+        self._xp, self._noise, self._controls, self._positions = xp, noise, controls, positions
+        self._by_rank = by_rank
+        self._x = shaped.logits
+        self._logs: Array | None = None
+
+    def promises(self, count: int) -> list[list[float]]:
+        """For each row, log of how likely its best `count` children are, best first."""
+        xp, logs = self._xp, self._log_probs()
+        count = min(count, logs.shape[1])
+        best = -xp.sort(-_highest(xp, logs, count), axis=-1)
+        ranks = [-(rank + 1.0) for rank in range(count)]
+        return [ranks if by_rank else row for row, by_rank in zip(best.tolist(), self._by_rank, strict=True)]
+
+    def draw(self, counts: Sequence[int], *, certain: bool = False) -> Children:
+        """`counts[r]` children of row r, fewer where it has no more. `certain` takes the likeliest, one-hot."""
+        xp, controls = self._xp, self._controls
+        logs, x = self._log_probs(), xp.asarray(self._x, copy=True)
+        weighed = [] if certain or controls.all_greedy else controls.weighed
+        drawn: list[tuple[int, int, int]] = []  # row, rank, token
+        confidences: list[float] = []
+        parts: list[Array] = []
+        for rank in range(max(counts, default=0)):
+            rows = [row for row, count in enumerate(counts) if count > rank]
+            at = xp.asarray(rows, dtype=xp.int64, device=x.device)
+            left = x[at, ...]
+            tokens = self._choose(left, at, certain)
+            chances = logs[at, tokens].tolist()
+            alive = [index for index, chance in enumerate(chances) if chance > -1e30]  # a row may run out of tokens
+            for index in alive:
+                drawn.append((rows[index], rank, int(tokens[index])))
+                confidences.append(-(rank + 1.0) if self._by_rank[rows[index]] else chances[index])
+            if any(weighed):
+                parts.append(self._sources(left, tokens, [weighed[row] for row in rows])[xp.asarray(alive), ...])
+            x[at, tokens] = -xp.inf
+        order = sorted(range(len(drawn)), key=drawn.__getitem__)
+        probs = xp.concat(parts)[xp.asarray(order, dtype=xp.int64, device=x.device), ...] if parts else None
+        return Children(
+            [drawn[index][0] for index in order],
+            [drawn[index][2] for index in order],
+            [confidences[index] for index in order],
+            probs,
+        )
+
+    def _choose(self, left: Array, at: Array, certain: bool) -> Array:
+        controls = self._controls
+        if certain or controls.all_greedy:
+            return left.argmax(-1)
+        sampled = None if controls.sampled is None else controls.sampled[at, ...]
+        return self._noise.draw(left, controls.words[:, at], self._positions[at], controls.draft_stream[at], sampled)
+
+    def _sources(self, left: Array, tokens: Array, weighed: Sequence[bool]) -> Array:
+        """The rows drawn from: distributions where the judge weighs them, one-hot elsewhere. [n, V]"""
+        xp = self._xp
+        ids = xp.arange(left.shape[1], device=left.device)
+        one_hot = xp.astype(tokens[:, None] == ids, xp.float32)
+        finite = xp.where(xp.max(left, axis=-1, keepdims=True) > -xp.inf, left, xp.zeros_like(left))
+        return xp.where(xp.asarray(weighed, device=left.device)[:, None], softmax(xp, finite), one_hot)
+
+    def _log_probs(self) -> Array:
+        if self._logs is None:
+            xp, x = self._xp, self._x
+            shifted = x - xp.max(x, axis=-1, keepdims=True)
+            self._logs = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
+        return self._logs
+
+
+def _highest(xp: Any, x: Array, count: int) -> Array:
+    """The `count` highest of each row, in any order."""
+    if hasattr(x, "topk"):
+        return x.topk(count, dim=-1).values
+    return xp.partition(x, x.shape[1] - count, axis=-1)[:, x.shape[1] - count :]

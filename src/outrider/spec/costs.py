@@ -1,0 +1,133 @@
+"""What passes cost, learned while serving: seconds by rows, and what a drafter's steps and reading take.
+
+A pass can be disturbed only to take longer, so a sample far above what was expected is clipped and one far below is
+believed. Points are kept relative to a common pace: when everything gets slower (longer contexts, a busy machine), the
+points that are not visited follow.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+EXACT = 48  # passes of more rows share a point with those of about as many
+MEMORY = 24  # samples a point remembers
+PACE = 0.04  # how quickly the common pace follows
+GUESSED_SLOPE = 0.04  # of a pass, per row, as long as only one point is known
+OPTIMISM = 0.5  # how much of the last slope is believed beyond the last point: what looks good there gets measured
+
+
+class CostCurve:
+    """Seconds of a pass by its rows: never falling, interpolated, and guessed beyond what was seen."""
+
+    __slots__ = ("_knots", "_pace", "_points", "_seconds", "_slope")
+
+    def __init__(self) -> None:
+        self._points: dict[int, list[float]] = {}  # rows, or their logarithm -> [rows, seconds / pace, samples]
+        self._pace = 1.0
+        self._knots: list[float] = []  # rows; empty when points have changed since
+        self._seconds: list[float] = []
+        self._slope = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._points)
+
+    def knows(self, least: float, most: float) -> bool:
+        """Whether a pass of that many rows was measured."""
+        return any(least <= point[0] <= most for point in self._points.values())
+
+    def add(self, rows: float, seconds: float) -> None:
+        key = int(rows + 0.5) if rows <= EXACT else EXACT + int(8 * math.log(rows / EXACT)) + 1
+        point = self._points.get(key)
+        self._knots = []
+        if point is None:
+            if self._points:  # a first sample is the least certain
+                seconds = min(seconds, 4.0 * self.seconds(rows))
+                self._knots = []
+            self._points[key] = [rows, seconds / self._pace, 1.0]
+            return
+        point[0] += (rows - point[0]) * 0.1
+        ratio = seconds / (point[1] * self._pace) if point[1] > 0.0 else 2.0
+        if ratio < 0.5 or point[1] <= 0.0:
+            point[1], point[2] = seconds / self._pace, 1.0
+            return
+        change = min(ratio, 2.0) - 1.0
+        point[2] = min(point[2] + 1.0, MEMORY)
+        point[1] *= 1.0 + change / point[2]
+        if point[2] > 4.0:
+            self._pace *= 1.0 + PACE * change
+
+    def seconds(self, rows: float) -> float:
+        """Of a pass of `rows` rows; a guess of the shape 1 + a little per row when nothing is known."""
+        if not self._knots:
+            if not self._points:
+                return 1.0 + GUESSED_SLOPE * (rows - 1.0)
+            self._settle()
+        knots, seconds = self._knots, self._seconds
+        right = bisect_right(knots, rows)
+        if right == 0:  # at least in proportion, at most as the first known slope says
+            first, cost = knots[0], seconds[0]
+            return max(cost * rows / first, cost - self._first_slope() * (first - rows))
+        if right == len(knots):
+            return seconds[-1] + self._slope * (rows - knots[-1])
+        low = knots[right - 1]
+        share = (rows - low) / (knots[right] - low)
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+    def _first_slope(self) -> float:
+        if len(self._knots) == 1:
+            return GUESSED_SLOPE * self._seconds[0] / (1.0 + GUESSED_SLOPE * (self._knots[0] - 1.0))
+        return (self._seconds[1] - self._seconds[0]) / (self._knots[1] - self._knots[0])
+
+    def _settle(self) -> None:
+        """Order the points and pool neighbours that would fall (weighted means)."""
+        pools: list[list[float]] = []  # [seconds, weight, last index]
+        points = sorted(self._points.values())
+        for index, (_, cost, samples) in enumerate(points):
+            pools.append([cost, samples, index])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                high = pools.pop()
+                low = pools[-1]
+                weight = low[1] + high[1]
+                low[0], low[1], low[2] = (low[0] * low[1] + high[0] * high[1]) / weight, weight, high[2]
+        self._knots = [point[0] for point in points]
+        self._seconds = []
+        for cost, _, last in pools:
+            self._seconds += [cost * self._pace] * (int(last) + 1 - len(self._seconds))
+        self._slope = self._last_slope()
+
+    def _last_slope(self) -> float:
+        """Per row, beyond the last point: from a point well before it, since neighbours differ by chance."""
+        knots, seconds = self._knots, self._seconds
+        if len(knots) == 1:
+            return self._first_slope() * OPTIMISM
+        before = max(0, bisect_right(knots, 0.6 * knots[-1]) - 1)
+        return OPTIMISM * (seconds[-1] - seconds[before]) / (knots[-1] - knots[before])
+
+
+class DraftCosts:
+    """Seconds of one drafter: a step by the jobs that draft in it, and what it takes to read what it has not seen."""
+
+    __slots__ = ("_held_back", "read_s", "steps")
+
+    def __init__(self) -> None:
+        self.steps = CostCurve()
+        self.read_s: float | None = None  # per token read, beyond the first of a step
+        self._held_back: list[tuple[float, int, float, int]] = []  # reading rounds, until a step's cost is known
+
+    def add(self, seconds: float, steps: int, rows: float, unread: int) -> None:
+        """A round of `steps` steps with `rows` jobs each on average; `unread` tokens had to be read first."""
+        if unread > 4 * rows + 4:
+            if not self.steps.is_known:
+                self._held_back = [(seconds, steps, rows, unread)]
+                return
+            self._add_reading(seconds, steps, rows, unread)
+            return
+        self.steps.add(rows, seconds / steps)
+        while self._held_back:
+            self._add_reading(*self._held_back.pop())
+
+    def _add_reading(self, seconds: float, steps: int, rows: float, unread: int) -> None:
+        sample = max(0.0, seconds - steps * self.steps.seconds(rows)) / unread
+        self.read_s = sample if self.read_s is None else self.read_s + 0.3 * (min(sample, 4 * self.read_s) - self.read_s)

@@ -1,0 +1,189 @@
+"""Who drafts for whom: one batch may mix drafters, and a job may try several in turn (a chain of them).
+
+What drafters hand over is checked here, and what they raise becomes the error of the jobs they drafted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.backends.base import Backend, ModelInfo
+from outrider.clock import Clock
+from outrider.draft.base import Drafter
+from outrider.errors import ConfigError, DraftError
+from outrider.spec.blame import blaming
+from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+
+
+class Part(NamedTuple):
+    """What one drafter said to some jobs (by their index in the round)."""
+
+    members: list[int]
+    drafts: Drafts
+
+
+class Router:
+    """The drafters of an engine. `method` is what a request gets that names none: one of them, or a list of them with
+    commas, of which the first that has something to say drafts."""
+
+    def __init__(self, drafters: Sequence[Drafter], clock: Clock) -> None:
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        if len(self.drafters) < len(drafters):
+            names = [drafter.name for drafter in drafters]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"the draft names {twice} twice; leave one out", param="draft")
+        self.method = ",".join(self.drafters) or "none"
+        self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.hidden}))
+        self.seconds: dict[str, float] = {}  # that each drafter took in this round
+        self._clock = clock
+
+    @property
+    def methods(self) -> dict[str, tuple[str, ...]]:
+        """What requests may ask for, and who drafts then."""
+        return {"none": (), **{name: (name,) for name in self.drafters}, self.method: tuple(self.drafters)}
+
+    def lag(self, job: Job, drafter: str) -> int:
+        """Tokens the drafter must still read before it can propose for the job."""
+        with blaming(DraftError, f"the {drafter} draft failed"):
+            return self.drafters[drafter].lag(job)
+
+    def propose(self, target: Backend, plan: Plan) -> Drafts:
+        """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for."""
+        self.seconds = {}
+        parts: list[Part] = []
+        open_asks = {index: asks for index, asks in enumerate(plan.asks) if any(ask.width for ask in asks)}
+        turn = 0
+        while open_asks:
+            for name in self.drafters:
+                members = [index for index, asks in open_asks.items() if asks[turn].drafter == name]
+                if members:
+                    part = Part(members, self._ask(name, target, plan, members, turn))
+                    parts.append(part)
+                    for index, count in zip(members, part.drafts.counts, strict=True):
+                        if count:
+                            del open_asks[index]
+            turn += 1
+            open_asks = {index: asks for index, asks in open_asks.items() if len(asks) > turn}
+        return _merge(target, len(plan.deciding), parts)
+
+    def _ask(self, name: str, target: Backend, plan: Plan, members: list[int], turn: int) -> Drafts:
+        drafter, jobs = self.drafters[name], [plan.deciding[index] for index in members]
+        asks = [plan.asks[index][turn] for index in members]
+        widths, trees = [ask.width for ask in asks], [ask.tree for ask in asks]
+        started = self._clock.now()
+        try:
+            with blaming(DraftError, f"the {name} draft failed"):
+                drafts = drafter.propose(jobs, widths, trees)
+                _check_shapes(name, target.info, widths, trees, drafts)
+                drafts = target.ops.adopt(drafts)
+                _check_values(name, target, drafts)
+        except DraftError as error:
+            drafts = Drafts([0] * len(jobs), target.ops.integers([]))
+            drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
+        drafts.makers = [name if count else "" for count in drafts.counts]
+        self._charge(name, started)
+        return drafts
+
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        """The drafters see what came of their proposals. Returns the passes that took."""
+        total = 0
+        for name, drafter in self.drafters.items():
+            if not any(name in job.drafters for job in plan.jobs):
+                continue
+            started = self._clock.now()
+            with blaming(DraftError, f"the {name} draft failed"):
+                steps = drafter.observe(plan, scores, verdicts)
+                if not isinstance(steps, int):
+                    raise DraftError(
+                        f"observe() must return the number of passes it made, got {steps!r}; return 0 for none"
+                    )
+            total += steps
+            self._charge(name, started)
+        return total
+
+    def forget(self, job: Job) -> None:
+        for drafter in self.drafters.values():
+            drafter.forget(job)
+
+    def _charge(self, name: str, started: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
+
+
+def _merge(target: Backend, num_jobs: int, parts: Sequence[Part]) -> Drafts:
+    """The parts as one, job after job."""
+    if len(parts) == 1 and parts[0].members == list(range(num_jobs)):
+        return parts[0].drafts
+    ops = target.ops
+    whole = Drafts([0] * num_jobs, ops.integers([]), makers=[""] * num_jobs)
+    owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
+    for members, drafts in parts:
+        whole.steps += drafts.steps
+        whole.fallbacks += drafts.fallbacks
+        for place, (index, count) in enumerate(zip(members, drafts.counts, strict=True)):
+            if place in drafts.faults:
+                whole.faults[index] = drafts.faults[place]
+            if count:
+                whole.counts[index], whole.makers[index] = count, drafts.makers[place]
+                if place in drafts.parents:
+                    whole.parents[index] = drafts.parents[place]
+                owners += [(index, token) for token in range(count)]
+    if not owners:
+        return whole
+    order = ops.integers(sorted(range(len(owners)), key=owners.__getitem__))
+    whole.tokens = ops.xp.concat([drafts.tokens for _, drafts in parts])[order]
+    if any(drafts.probs is not None for _, drafts in parts):
+        rows = [
+            ops.one_hot(drafts.tokens, target.info.vocab_size) if drafts.probs is None else drafts.probs
+            for _, drafts in parts
+        ]
+        whole.probs = ops.xp.concat(rows)[order, ...]
+    return whole
+
+
+def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> None:
+    """Drafts come from plug-ins too: they must fit what was asked for."""
+    counts = drafts.counts
+    if len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
+        raise DraftError(f"the {name} draft proposed {counts} tokens where {list(widths)} were allowed")
+    total, shape = sum(counts), tuple(drafts.tokens.shape)
+    if shape != (total,) or "int" not in str(drafts.tokens.dtype):
+        raise DraftError(
+            f"the {name} draft gave {drafts.tokens.dtype} tokens of shape {shape} for {total} whole numbers"
+        )
+    if drafts.probs is not None and tuple(drafts.probs.shape) != (total, info.vocab_size):
+        given, wanted = tuple(drafts.probs.shape), (total, info.vocab_size)
+        raise DraftError(f"the {name} draft gave rows of shape {given}, wanted {wanted}", param="probs")
+    for index, parents in drafts.parents.items():
+        if not 0 <= index < len(counts) or not trees[index]:
+            raise DraftError(f"the {name} draft gave a tree for job {index}, which asked for a chain", param="parents")
+        if len(parents) != counts[index] or not all(-1 <= parent < node for node, parent in enumerate(parents)):
+            raise DraftError(
+                f"the {name} draft gave parents {parents} for {counts[index]} tokens; each must come after its parent",
+                param="parents",
+            )
+    if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
+        raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
+
+
+def _check_values(name: str, target: Backend, drafts: Drafts) -> None:
+    """Tokens must be in the vocabulary and rows be distributions, or the law would break without a word.
+
+    A job whose proposal is wrong fails alone; zeros stand in for what is no token until it is dropped.
+    """
+    if not any(drafts.counts):
+        return
+    size, tokens, start = target.info.vocab_size, drafts.tokens.tolist(), 0
+    sound = [True] * len(tokens) if drafts.probs is None else target.ops.are_distributions(drafts.probs)
+    if all(sound) and min(tokens) >= 0 and max(tokens) < size:
+        return
+    for index, count in enumerate(drafts.counts):
+        wrong = [token for token in tokens[start : start + count] if not 0 <= token < size]
+        if wrong:
+            message = f"the {name} draft proposed token {wrong[0]}; ids run from 0 to {size - 1}"
+            drafts.faults[index] = DraftError(message, param="draft")
+        elif not all(sound[start : start + count]):
+            message = f"the {name} draft gave rows that are no distributions; they must be >= 0 and sum to 1"
+            drafts.faults[index] = DraftError(message, param="probs")
+        start += count
+    drafts.tokens = target.ops.integers([token if 0 <= token < size else 0 for token in tokens])
