@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test lint format real proofs bench clean
+.PHONY: run test lint format real identity proofs bench clean
 
 run: .venv/.torch       ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
@@ -24,6 +24,9 @@ format: .venv/.dev
 
 real: .venv/.dev        ## the default model against transformers, 20 answers word by word
 	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py
+
+identity: .venv/.dev    ## greedy identity with plain decoding on the default model, every method and shape
+	$(BIN)/python -m pytest -m slow tests/test_real_methods.py
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py

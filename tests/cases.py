@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig
-from outrider.draft.lookup import ScriptedDrafter
+from outrider.draft.lookup import NoDrafter, ScriptedDrafter
 from outrider.engine.engine import Engine
-from outrider.types import Request, SamplingParams
+from outrider.types import Drafts, Job, OnToken, Request, SamplingParams
 
 from oracle import joint_law, law_p_value
 
@@ -54,12 +58,129 @@ def scripted(tokens: Sequence[int], width: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A tree without the values of sampled tokens: each node's parent, and its token where that is certain."""
+
+    parents: list[int]
+    tokens: list[int | None]  # None: drawn
+
+
+@cache
+def random_shape(context: tuple[int, ...], width: int, vocab: int, drawn: float) -> Shape:
+    """Looks random and depends on the context alone. Siblings may have the same token, and some have p = 0."""
+    dice = random.Random(f"{context}:{width}")
+    parents: list[int] = []
+    tokens: list[int | None] = []
+    for node in range(dice.randint(width // 2, width)):
+        # mostly near the root, where nodes are judged often; or the node before, for depth
+        parents.append(dice.choice([-1, -1, node - 1, dice.randrange(-1, node)]))
+        tokens.append(None if dice.random() < drawn else dice.randrange(vocab))
+    return Shape(parents, tokens)
+
+
+class TreeDrafter(NoDrafter):
+    """Trees of tokens that are certain: what `random_shape` says."""
+
+    name = "trees"
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self._vocab = vocab
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        drafts, tokens = Drafts([], None), []
+        for index, (job, width, tree) in enumerate(zip(jobs, widths, trees, strict=True)):
+            shape = random_shape(tuple(job.tokens), width, self._vocab, 0.0)
+            drafts.counts.append(len(shape.parents))
+            if tree and shape.parents:
+                drafts.parents[index] = shape.parents
+            tokens += shape.tokens
+        drafts.tokens = np.asarray(tokens, dtype=np.int64)
+        return drafts
+
+
+class MixedDrafter(NoDrafter):
+    """Trees whose siblings are certain or sampled as they come.
+
+    A sampled one is drawn from a row that depends on its ancestors and on its earlier siblings, mostly without their
+    tokens; rows may have zeros. The draws are those of a generator of its own, which the judge knows nothing of.
+    """
+
+    name = "mixed"
+
+    def __init__(self, vocab: int = VOCAB, seed: int = 0) -> None:
+        self._generator = np.random.default_rng(seed)
+        rows = np.random.default_rng(1).dirichlet([0.8] * vocab, size=(vocab, 8))
+        rows[:, :3][rows[:, :3] < 0.1] = 0.0
+        self._rows = (rows / rows.sum(-1, keepdims=True)).tolist()
+        self._vocab = vocab
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        drafts, tokens, rows = Drafts([], None), [], []
+        for index, (job, width, tree) in enumerate(zip(jobs, widths, trees, strict=True)):
+            shape = random_shape(tuple(job.tokens), width, self._vocab, 0.6)
+            parents = shape.parents if tree else list(range(-1, len(shape.parents) - 1))
+            drafts.counts.append(len(parents))
+            if tree and parents:
+                drafts.parents[index] = parents
+            for token, row in self._draw(job.tokens[-1], parents, shape.tokens):
+                tokens.append(token)
+                rows.append(row)
+        drafts.tokens = np.asarray(tokens, dtype=np.int64)
+        drafts.probs = np.asarray(rows, dtype=np.float32).reshape(-1, self._vocab)
+        return drafts
+
+    def _draw(
+        self, last: int, parents: Sequence[int], certain: Sequence[int | None]
+    ) -> list[tuple[int, Sequence[float]]]:
+        drawn: list[tuple[int, Sequence[float]]] = []
+        uniforms = self._generator.random(len(parents)).tolist()
+        taken: dict[int, list[int]] = {}
+        for node, (parent, token) in enumerate(zip(parents, certain, strict=True)):
+            siblings = taken.setdefault(parent, [])
+            row: Sequence[float]
+            if token is not None:
+                row = [float(other == token) for other in range(self._vocab)]
+            else:
+                row = self._rows[last if parent < 0 else drawn[parent][0]][node % 8]
+                left = [0.0 if other in siblings else chance for other, chance in enumerate(row)]
+                if node % 5 and sum(left) > 0.01:  # sometimes with replacement
+                    row = [chance / sum(left) for chance in left]
+                token = _draw_one(row, uniforms[node])
+            siblings.append(token)
+            drawn.append((token, row))
+        return drawn
+
+
+def _draw_one(row: Sequence[float], uniform: float) -> int:
+    last = 0
+    for token, chance in enumerate(row):
+        if chance > 0.0:
+            last = token
+            uniform -= chance
+            if uniform < 0.0:
+                break
+    return last
+
+
+def stop_after(count: int) -> OnToken:
+    """A callback that ends the answer after so many tokens, so that width is not cut where max_tokens comes near."""
+    seen = 0
+
+    def on_token(token: int, text: str) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen < count
+
+    return on_token
+
+
+@dataclass(frozen=True)
 class Case:
-    """One setting of which the law is proven."""
+    """One setting of which the law is proven. A tree has `width` nodes."""
 
     name: str
-    draft: str = "model"  # model, scripted, ngram or none
-    width: int = 2
+    draft: str = "model"  # a key of `drafts`, or several with commas
+    width: int | None = 2
     rule: str = "rejection"
     controls: dict[str, Any] = field(default_factory=dict)
     target: MockConfig = TARGET
@@ -68,20 +189,25 @@ class Case:
     draft_arrays: str = "numpy"
     prefill_chunk: int = 512
     max_batch: int = 1000
+    tree: bool | None = False
+    method: str | None = None  # of the engine's drafters; all of them when not given
 
     def params(self, seed: int = 5) -> SamplingParams:
         return SamplingParams(seed=seed, accept=self.rule, **self.controls)
 
     def engine(self) -> Engine:
-        drafts = {
+        drafts: dict[str, Callable[[], Any]] = {
             "none": lambda: "none",
             "ngram": lambda: "ngram",
+            "suffix": lambda: "suffix",
             "scripted": lambda: ScriptedDrafter(scripted),
+            "trees": TreeDrafter,
+            "mixed": MixedDrafter,
             "model": lambda: MockBackend(self.draft_config, arrays=self.draft_arrays),
         }
         return Engine.load(
             MockBackend(self.target, arrays=self.arrays),
-            draft=drafts[self.draft](),
+            draft=[drafts[name]() for name in self.draft.split(",")],
             width=self.width,
             max_batch=self.max_batch,
             prefill_chunk=self.prefill_chunk,
@@ -89,8 +215,18 @@ class Case:
 
     def requests(self, count: int, seed: int = 5) -> list[Request]:
         params = self.params(seed)
+        wide = self.width is None or self.width >= LENGTH
         return [
-            Request(prompt=PROMPT, sampling=params, max_tokens=LENGTH, choice=choice, width=self.width)
+            Request(
+                prompt=PROMPT,
+                sampling=params,
+                max_tokens=LENGTH + 17 if wide else LENGTH,
+                on_token=stop_after(LENGTH) if wide else None,
+                choice=choice,
+                method=self.method,
+                width=self.width,
+                tree=self.tree,
+            )
             for choice in range(count)
         ]
 
@@ -107,9 +243,14 @@ def measure(case: Case, count: int) -> float:
 
 def grid() -> dict[str, Case]:
     """Every case of `make proofs`, by name."""
+    cases = [*chains(), *trees()]
+    return {case.name: case for case in cases}
+
+
+def chains() -> list[Case]:
     cases = [Case("plain", draft="none", width=0)]
     for rule in ("rejection", "coupled"):
-        for draft in ("model", "scripted", "ngram"):
+        for draft in ("model", "scripted", "ngram", "suffix"):
             for width in (1, 2, 5):
                 cases.append(Case(f"{draft}-k{width}-{rule}", draft, width, rule))
         for name, controls in CONTROLS.items():
@@ -117,6 +258,8 @@ def grid() -> dict[str, Case]:
             cases.append(Case(f"scripted-{name}-{rule}", "scripted", 2, rule, controls))
         for width in (1, 5):
             cases.append(Case(f"model-together-k{width}-{rule}", "model", width, rule, CONTROLS["together"]))
+        cases.append(Case(f"mixed-k5-{rule}", "mixed", 5, rule))
+        cases.append(Case(f"each-in-turn-k5-{rule}", "ngram,suffix,model", 5, rule))
         forward_only = replace(TARGET, max_rewind=0)
         cases.append(Case(f"no-rewind-model-{rule}", "model", 5, rule, target=forward_only))
         cases.append(Case(f"no-rewind-scripted-{rule}", "scripted", 5, rule, target=forward_only))
@@ -135,4 +278,38 @@ def grid() -> dict[str, Case]:
     cases.append(Case("numpy-target-torch-draft", "model", 2, draft_arrays="torch"))
     for name, controls in CONTROLS.items():
         cases.append(Case(f"plain-{name}", "none", 0, controls=controls))
-    return {case.name: case for case in cases}
+    return cases
+
+
+def trees() -> list[Case]:
+    """Sampled children (model), certain ones (trees), both kinds as siblings (mixed), and lookups that branch."""
+    cases: list[Case] = []
+    for rule in ("rejection", "coupled"):
+        for draft in ("model", "trees", "mixed"):
+            for size in (3, 8, 16):
+                cases.append(Case(f"{draft}-tree{size}-{rule}", draft, size, rule, tree=True))
+            for name, controls in CONTROLS.items():
+                cases.append(Case(f"{draft}-tree-{name}-{rule}", draft, 8, rule, controls, tree=True))
+            whole = Case(f"{draft}-tree-torch-{rule}", draft, 8, rule, CONTROLS["together"], tree=True, arrays="torch")
+            cases.append(replace(whole, draft_arrays="torch"))
+            padded = Case(f"{draft}-tree-padded-{rule}", draft, 8, rule, tree=True, target=replace(TARGET, padding=3))
+            cases.append(replace(padded, draft_config=replace(DRAFT, padding=1)))
+        for draft in ("ngram", "suffix"):
+            for size in (8, 16):
+                cases.append(Case(f"{draft}-tree{size}-{rule}", draft, size, rule, tree=True))
+            cases.append(
+                Case(f"{draft}-tree-together-{rule}", draft, 8, rule, controls=CONTROLS["together"], tree=True)
+            )
+        cases.append(Case(f"each-in-turn-tree-{rule}", "ngram,suffix,model", 8, rule, tree=True))
+        cases.append(Case(f"engines-choice-{rule}", "ngram,model", None, rule, tree=None))
+        cases.append(Case(f"engines-width-tree-{rule}", "model", None, rule, tree=True))
+        chains_only = replace(TARGET, max_rewind=3)
+        cases.append(Case(f"tree-for-a-target-of-chains-{rule}", "model", 8, rule, target=chains_only, tree=True))
+        chains_only = replace(DRAFT, max_rewind=9)
+        cases.append(
+            Case(f"tree-of-a-draft-of-chains-{rule}", "model", 8, rule, draft_config=chains_only, tree=True)
+        )
+        cases.append(Case(f"tree-read-in-chunks-{rule}", "model", 8, rule, tree=True, prefill_chunk=1))
+    cases.append(Case("tree-torch-target-numpy-draft", "model", 8, arrays="torch", tree=True))
+    cases.append(Case("tree-numpy-target-torch-draft", "model", 8, draft_arrays="torch", tree=True))
+    return cases

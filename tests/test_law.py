@@ -5,9 +5,12 @@ A representative part runs with `make test`, the whole grid with `make proofs`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from outrider.backends.mock import MockBackend
+from outrider.engine.engine import Engine
 from outrider.sampling import noise
 from outrider.types import Request, SamplingParams
 
@@ -15,6 +18,7 @@ from cases import CONTROLS, LENGTH, PROMPT, TARGET, Case, grid, measure
 from oracle import SIGNIFICANCE, joint_law, law_p_value
 
 GENERATIONS = 50_000
+TREES = 20_000  # a round of theirs takes longer
 GRID = grid()
 QUICK = {
     "plain",
@@ -30,12 +34,17 @@ QUICK = {
     "no-rewind-model-rejection",
     "no-rewind-scripted-rejection",
     "torch-rejection",
+    "model-tree8-rejection",
+    "mixed-tree8-rejection",
+    "trees-tree-together-rejection",
+    "suffix-tree8-rejection",
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in GRID])
 def test_joint_law(name: str) -> None:
-    assert measure(GRID[name], GENERATIONS) > SIGNIFICANCE
+    case = GRID[name]
+    assert measure(case, GENERATIONS if case.tree is False else TREES) > SIGNIFICANCE
 
 
 def test_a_batch_of_different_settings_keeps_every_law() -> None:
@@ -48,12 +57,54 @@ def test_a_batch_of_different_settings_keeps_every_law() -> None:
         Case("e", rule="coupled", width=5, controls={"repetition_penalty": 1.5, "min_p": 0.2}),
         Case("f", rule="rejection", width=3, controls={"temperature": 0.0, "typical_p": 0.5}),
     ]
+    every_law_holds(mixed, mixed[0].engine(), GENERATIONS)
+
+
+EVERYBODY = "ngram,suffix,trees,mixed,model"
+MIXED = [
+    Case("chain", rule="rejection", width=5, method="model", controls={"temperature": 0.7, "top_p": 0.8}),
+    Case("tree", rule="rejection", width=8, method="model", tree=True),
+    Case("coupled", rule="coupled", width=8, method="model", tree=True, controls=CONTROLS["together"]),
+    Case("certain", rule="rejection", width=7, method="trees", tree=True, controls={"repetition_penalty": 1.5}),
+    Case("both", rule="rejection", width=16, method="mixed", tree=True, controls={"top_k": 3}),
+    Case("lookup", rule="rejection", width=8, method="ngram", tree=True, controls={"min_p": 0.1}),
+    Case("past", rule="rejection", width=6, method="suffix", tree=True),
+    Case("nobody", rule="rejection", width=4, method="none"),
+    Case("plain", rule="coupled", width=0, controls=CONTROLS["frequency"]),
+    Case("anybody", rule="rejection", width=8, tree=True),
+    Case("free", rule="rejection", width=None, tree=None, controls=CONTROLS["together"]),
+    Case("greedy", rule="rejection", width=5, method="model", tree=True, controls={"temperature": 0.0}),
+]
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_batch_of_different_methods_keeps_every_law(count: int) -> None:
+    """Chains and trees of every drafter, fixed widths and free ones, both rules and all kinds of controls together."""
+    every_law_holds(MIXED, Case("all", EVERYBODY).engine(), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+def test_every_control_in_one_batch_of_trees(arrays: str) -> None:
+    mixed = [
+        Case(f"{method}-{name}", rule=rule, width=8, method=method, tree=True, controls=controls)
+        for index, (name, controls) in enumerate(CONTROLS.items())
+        for method, rule in [
+            (("model", "mixed", "trees")[index % 3], "rejection"),
+            (("model", "mixed", "trees")[(index + 1) % 3], ("rejection", "coupled")[index % 2]),
+        ]
+    ]
+    every_law_holds(mixed, Case("all", EVERYBODY, arrays=arrays, draft_arrays=arrays).engine(), 5_000)
+
+
+def every_law_holds(cases: Sequence[Case], engine: Engine, count: int) -> None:
+    """`count` requests of each case, side by side."""
     requests: list[Request] = []
-    for together in zip(*(case.requests(GENERATIONS, seed) for seed, case in enumerate(mixed)), strict=True):
+    for together in zip(*(case.requests(count, seed) for seed, case in enumerate(cases)), strict=True):
         requests += together
-    results = mixed[0].engine().generate(requests)
-    for index, case in enumerate(mixed):
-        outputs = [result.token_ids for result in results[index :: len(mixed)]]
+    results = engine.generate(requests)
+    for index, case in enumerate(cases):
+        outputs = [result.token_ids for result in results[index :: len(cases)]]
         assert case.p_value(outputs) > SIGNIFICANCE, case
 
 
@@ -62,6 +113,15 @@ def test_the_race_of_contenders_keeps_the_law(rule: str, monkeypatch: pytest.Mon
     """Large vocabularies draw from contenders only; here a small one is made to."""
     monkeypatch.setattr(noise, "PRUNED", 0)
     assert measure(Case("pruned", width=2, rule=rule), GENERATIONS) > SIGNIFICANCE
+
+
+def test_suffixes_of_answers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request after another, each of which may say what the tenant's past ones said."""
+    case = Case("past", draft="suffix", width=5, max_batch=1)
+    engine = case.engine()
+    outputs = [engine.generate(request).token_ids for request in case.requests(4_000)]
+    assert engine.loop.statistics.accepted > 1_000
+    assert case.p_value(outputs) > SIGNIFICANCE
 
 
 def test_different_seeds_draw_from_the_law_too() -> None:

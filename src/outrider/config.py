@@ -142,7 +142,7 @@ class SuffixConfig:
 
     min_match: int = 2
     max_match: int = 16
-    occurrences: int = 8
+    occurrences: int = 6
     factor: float = 2.0
     min_probability: float = 0.1
     smoothing: float = 1.0
@@ -154,6 +154,8 @@ class SuffixConfig:
             require_int(getattr(self, name), f"suffix.{name}", least)
         if self.tenant_tokens is not None:
             require_int(self.tenant_tokens, "suffix.tenant_tokens", 64)
+        check_number(self.max_match, "suffix.max_match", 1, 64, ConfigError)
+        check_number(self.max_tokens, "suffix.max_tokens", 64, 1e9, ConfigError)  # places are numbers of 32 bits
         if self.max_match < self.min_match:
             message = f"suffix.max_match must be at least suffix.min_match ({self.min_match}), got {self.max_match}"
             raise ConfigError(message, param="suffix.max_match")

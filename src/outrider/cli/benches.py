@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 
+from outrider.models.names import DEFAULT
 
-def show_overhead(quick: bool, as_json: bool) -> None:
+
+def show_engine(quick: bool, as_json: bool) -> None:
     """What the engine itself costs per emitted token, on a mock whose passes are nearly free.
 
     Wall time includes the mock's own passes, engine time does not.
@@ -26,7 +30,7 @@ def show_overhead(quick: bool, as_json: bool) -> None:
         typer.echo(f"{reading.name:<46}{numbers}")
 
 
-def show_model_speed(model: str, quick: bool, as_json: bool, threads: int | None) -> None:
+def show_model(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | None = None) -> None:
     """Plain decoding and prefill of one model, beside transformers and beside the matrix products themselves."""
     from outrider.bench.plain import readings
 
@@ -38,3 +42,35 @@ def show_model_speed(model: str, quick: bool, as_json: bool, threads: int | None
         else:
             span = f"{reading.low:.4g} - {reading.high:.4g}"
             typer.echo(f"{reading.name:<46}{reading.median:>9.4g}{span:>20}  {reading.unit}")
+
+
+def show_methods(
+    quick: bool,
+    as_json: bool,
+    model: str = DEFAULT,
+    draft: str = "ngram,suffix",
+    prompts: Path | None = None,
+    threads: int | None = None,
+) -> None:
+    """Acceptance and speed of every way to draft, by kind of work; speed is a ratio to plain decoding."""
+    from outrider.bench.methods import readings
+    from outrider.bench.work import read_work
+
+    if not as_json:
+        typer.echo(f"{'kind':<16}{'way':<34}{'kept':>6}{'tokens/round':>14}{'drafting':>10}{'speed':>8}  90 % interval")
+    work = None if prompts is None else read_work(prompts)
+    for reading in readings(model, draft=draft, work=work, quick=quick, threads=threads):
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+            continue
+        numbers = f"{reading.acceptance:>6.0%}{reading.tokens_per_round:>14.2f}{reading.drafting:>10.0%}"
+        span = f"{reading.speed:>8.2f}  {reading.low:.2f} - {reading.high:.2f}"
+        note = "" if reading.same else "  NOT the plain text"
+        typer.echo(f"{reading.kind:<16}{reading.way:<34}{numbers}{span}{note}")
+
+
+BENCHES: dict[str, Callable[..., None]] = {
+    "engine": show_engine,
+    "model": show_model,
+    "methods": show_methods,
+}

@@ -47,6 +47,25 @@ def show_list(as_json: bool) -> None:
     console.print(f"kept in {cache_folder()}", style="dim", highlight=False, soft_wrap=True)
 
 
+def show_methods(as_json: bool) -> None:
+    """The command `methods`."""
+    from outrider.engine.methods import METHODS
+
+    if as_json:
+        for name, method in METHODS.items():
+            typer.echo(json.dumps({"name": name, **method._asdict()}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("--draft", "what it does", "what it needs", box=None, pad_edge=False)
+    for method in METHODS.values():
+        table.add_row(method.written, method.line, method.needs)
+    console = Console()
+    console.print(table, markup=False)
+    console.print("Several with commas are tried in turn: suffix,eagle:PATH", style="dim", highlight=False)
+
+
 def _listed(name: str, source: str) -> Listed:
     path = ModelSource.parse(source).cached()
     return Listed(name, source, None if path is None else str(path), 0 if path is None else _num_bytes(path))

@@ -59,6 +59,7 @@ def generate(
     device: given.Device = "auto",
     draft: given.Draft = None,
     width: given.Width = "auto",
+    tree: given.Tree = None,
     max_tokens: given.MaxTokens = None,
     temperature: given.Temperature = None,
     top_p: given.TopP = None,
@@ -77,7 +78,7 @@ def generate(
     from outrider.cli.answer import answer_once
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    loading = given.loading(model, backend, device, draft, width, strict, threads, context)
+    loading = given.loading(model, backend, device, draft, width, tree, strict, threads, context)
     answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json)
 
 
@@ -89,6 +90,7 @@ def chat(
     device: given.Device = "auto",
     draft: given.Draft = None,
     width: given.Width = "auto",
+    tree: given.Tree = None,
     max_tokens: given.MaxTokens = None,
     temperature: given.Temperature = None,
     top_p: given.TopP = None,
@@ -105,7 +107,15 @@ def chat(
     from outrider.cli.conversation import converse
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    converse(given.loading(model, backend, device, draft, width, strict, threads, context), settings, system)
+    converse(given.loading(model, backend, device, draft, width, tree, strict, threads, context), settings, system)
+
+
+@app.command()
+def methods(as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False) -> None:
+    """The ways to draft: what to write after --draft, what it does and what it needs."""
+    from outrider.cli.catalogue import show_methods
+
+    show_methods(as_json)
 
 
 @models.command()
@@ -138,22 +148,32 @@ def inspect(
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None, typer.Option(help="Measure a model against transformers; left out: the engine by itself.")
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="engine: what the engine costs per token. model: plain decoding and prefill beside transformers. "
+            "methods: acceptance and speed of every way to draft, by kind of work. lookups: what ngram and suffix cost. "
+            "width: the grid on which auto must never be slower. Left out: engine, or model with --model."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="For model and methods.")] = None,
+    draft: Annotated[str | None, typer.Option(help="For methods: what to compare, with commas.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="For methods: JSON lines with `category` and `turns`, instead of our own.")
     ] = None,
     quick: Annotated[bool, typer.Option(help="Fewer tokens and repeats.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False,
     threads: given.Threads = None,
 ) -> None:
-    """Measure: with --model plain decoding and prefill beside transformers, else what the engine costs per token.
+    """Measure. Medians and ranges over repeats, everything in one run."""
+    from outrider.cli import benches
 
-    Medians and ranges over repeats, everything in one run.
-    """
-    from outrider.cli.benches import show_model_speed, show_overhead
-
-    if model is None:
-        if threads is not None:
-            raise typer.BadParameter("goes with --model", param_hint="--threads")
-        show_overhead(quick, as_json)
-    else:
-        show_model_speed(model, quick, as_json, threads)
+    what = what or ("engine" if model is None else "model")
+    if what not in benches.BENCHES:
+        raise typer.BadParameter(f"choose one of {', '.join(benches.BENCHES)}, got {what!r}", param_hint="WHAT")
+    options = {"model": model, "draft": draft, "prompts": prompts, "threads": threads}
+    takes = {"model": ("model", "threads"), "methods": ("model", "draft", "prompts", "threads")}.get(what, ())
+    for name, value in options.items():
+        if value is not None and name not in takes:
+            raise typer.BadParameter(f"does not go with {what}", param_hint=f"--{name}")
+    benches.BENCHES[what](quick, as_json, **{name: options[name] for name in takes if options[name] is not None})

@@ -16,8 +16,15 @@ Model = Annotated[
 ]
 BackendName = Annotated[str, typer.Option(help=", ".join(BACKENDS))]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Draft = Annotated[str | None, typer.Option(help="none, ngram, or a model of the same vocabulary.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Who guesses: none, ngram, suffix, layerskip[:N], medusa:PATH, eagle:PATH, a model, or several with commas "
+        "(see `outrider methods`)."
+    ),
+]
 Width = Annotated[str, typer.Option(help="Tokens drafted per round, or auto; 0 is plain decoding.")]
+Tree = Annotated[bool | None, typer.Option("--tree/--chain", help="Let drafts branch, or never; left out: auto.")]
 MaxTokens = Annotated[int | None, typer.Option(help="The longest answer; 256 when left out.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")]
@@ -62,6 +69,7 @@ def loading(
     device: str,
     draft: str | None,
     width: str,
+    tree: bool | None,
     strict: bool,
     threads: int | None,
     context: int | None,
@@ -77,6 +85,7 @@ def loading(
         "target": model,
         "draft": draft,
         "width": chosen,
+        "tree": tree,
         "backend": backend,
         "device": device,
         "strict": strict,

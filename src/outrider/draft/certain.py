@@ -1,7 +1,7 @@
-"""What drafters that look up text have in common: they read along in portions, and their proposals are certain (one-hot).
+"""What drafters that look up text share: they read along in portions, and their proposals are certain (one-hot).
 
-A round must not wait for a long prompt to be indexed: what is new of a job is read after every step, and what is missing
-all the same (a beginning the target remembered, say) is read a portion a round. Until then the lookup finds less.
+A round must not wait until a long prompt is indexed: what is new of a job is read after every step, and what is missing
+all the same (a beginning that the target remembered, say) is read a portion a round. Until then a lookup finds less.
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ class LookupDrafter:
                 lookup = self.lookups[job.id] = self.open(job)
             missing = lookup.missing(job.tokens)
             if missing:
-                missing_now = min(missing, max(left, SHARE))
-                left -= missing_now
-                lookup.read(job.tokens, len(job.tokens) - missing + missing_now)
+                count = min(missing, max(left, SHARE))
+                left -= count
+                lookup.read(job.tokens, len(job.tokens) - missing + count)

@@ -1,7 +1,7 @@
 """Prompt lookup: where did the last n tokens of this request occur before, and what followed?
 
-The longest n first, then the latest occurrence; a tree also tries what followed shorter n-grams. A request's index maps each n-gram to the place after its latest
-occurrence; it grows by the new tokens only and is gone with the request.
+The longest n first, then the latest occurrence; a tree also tries what followed shorter n-grams. A request's index maps
+each n-gram to the place after its latest occurrence; it grows by the new tokens only and is gone with the request.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class NgramIndex:
         return len(tokens) - length
 
     def read(self, tokens: list[int], stop: int) -> None:
-        for n in range(self._config.min_n, self._config.max_n + 1):
-            first = max(n, self._length)
-            if first < stop:
-                grams = zip(*(tokens[first - n + k : stop - n + k] for k in range(n)), strict=True)
-                self._ends.update(zip(grams, range(first, stop), strict=True))
+        ends, sizes = self._ends, range(self._config.min_n, self._config.max_n + 1)
+        for end in range(self._length, stop):
+            for n in sizes:
+                if n <= end:
+                    ends[tuple(tokens[end - n : end])] = end
         self._length, self._last = stop, tokens[stop - 1]
 
     def propose(self, tokens: list[int], width: int, branching: bool) -> Proposal:
-        """The continuation of the longest n-gram; those of shorter ones, which are later, branch off where they differ."""
+        """What followed the longest n-gram. What followed shorter ones, later, branches off where it differs."""
         starts: list[int] = []
         for n in range(min(self._config.max_n, len(tokens) - 1), self._config.min_n - 1, -1):
             start = self._ends.get(tuple(tokens[-n:]))

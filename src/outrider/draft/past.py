@@ -6,11 +6,14 @@ A search takes the longest of these n-grams that occurred, looks at its latest p
 token. So
 
 - a new token costs a hash and a link per n, and a search a fixed number of looks, whatever is there already;
-- a token takes 4 bytes and about 8 per n, where a suffix tree takes a few hundred and a trie of n-grams a few thousand;
+- a token takes 33 bytes, all in flat arrays; tries and suffix trees have a node or more per token, each an object;
 - the latest text comes first, and forgetting a text is giving back its blocks.
 
-A text lies in blocks, each of which begins with a copy of the last tokens of the one before, so that a match never needs
-two blocks:
+The price: counts are of the latest occurrences, not of all, and a longer match is missed when it is older than the
+places looked at.
+
+A text lies in blocks, each of which begins with a copy of the last tokens of the one before, so that a match never
+needs two blocks:
 
     block 7   [ . . . . | a b c d e f ]      copy | own tokens      (a text begins with blanks: nothing matches them)
     block 9   [ c d e f | g h _ _ _ _ ]      h is the last token so far
@@ -36,6 +39,7 @@ from outrider.config import SuffixConfig
 BLOCK = 64  # tokens; the shortest text takes a block, so blocks bound the number of texts, too
 MOST_SIZE = 8  # of an n-gram that is filed; longer matches are found by extending
 DOUBTFUL = 4  # places of one hash that are looked at before it is given up
+FAR = 1000  # newer places of the same hash that are gone through to take one back
 BLANK = -1  # no token
 
 Place = int  # index into the tokens of all blocks; 0 is none
@@ -130,20 +134,61 @@ class Past:
                 at += 1
             place += 1
 
+    def rewind(self, text: Text, tokens: Sequence[int]) -> None:
+        """Take back what is not a beginning of `tokens`, as if it had never been read."""
+        kept = self._common(text, tokens)
+        while text.length > kept:
+            text.length -= 1
+            place = text.blocks[-1] * self._stride + self._overlap + text.length % BLOCK
+            self._unfile(place, text.length, text.tenant.salt)
+            self._tokens[place] = BLANK
+            if text.length % BLOCK == 0:
+                self._give_back(text, [text.blocks.pop()])
+        text.last = tokens[kept - 1] if kept else BLANK
+
+    def _common(self, text: Text, tokens: Sequence[int]) -> int:
+        """How many tokens of a text are the same as these."""
+        for order, block in enumerate(text.blocks):
+            start, begin = order * BLOCK, block * self._stride + self._overlap
+            count = min(BLOCK, text.length - start)
+            held, given = self._tokens[begin : begin + count].tolist(), list(tokens[start : start + count])
+            if held != given:
+                pairs = zip(held, given, strict=False)
+                return start + next((same for same, (a, b) in enumerate(pairs) if a != b), len(given))
+        return text.length
+
+    def _unfile(self, place: Place, index: int, salt: int) -> None:
+        """Take a place out of its chains: whoever links to it links to what it linked to."""
+        links, num_sizes = self._links, len(self._sizes)
+        for rank, size in enumerate(self._sizes):
+            if size > index:
+                break
+            head = (hash(tuple(self._tokens[place - size : place])) ^ salt) & self._mask
+            newer, steps = self._heads[rank][head], FAR
+            if newer == place:
+                self._heads[rank][head] = links[place * num_sizes + rank]
+                continue
+            while newer and steps and links[newer * num_sizes + rank] != place:
+                newer, steps = links[newer * num_sizes + rank], steps - 1
+            if newer and steps:
+                links[newer * num_sizes + rank] = links[place * num_sizes + rank]
+
     def finish(self, text: Text) -> None:
         """The text grows no more: it is kept until its room is needed."""
         if text.blocks:
             text.tenant.finished[text] = self._finished[text] = None
 
     def drop(self, text: Text) -> None:
-        """As if it had never been."""
-        for block in text.blocks:
-            self._owners[block] = self._texts[block] = None
-        self._free += reversed(text.blocks)
-        text.tenant.num_blocks -= len(text.blocks)
-        text.tenant.finished.pop(text, None)
-        self._finished.pop(text, None)
+        """Forget a finished text. Links to it stay behind and lead nowhere, or into other text."""
+        del text.tenant.finished[text], self._finished[text]
+        self._give_back(text, text.blocks)
         text.blocks, text.length = [], 0
+
+    def _give_back(self, text: Text, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._owners[block] = self._texts[block] = None
+        self._free += blocks
+        text.tenant.num_blocks -= len(blocks)
 
     def find(self, tenant: Tenant, tokens: Sequence[int]) -> Match:
         """The longest end of `tokens` that this tenant's texts hold, and where."""
@@ -163,7 +208,8 @@ class Past:
             looks = DOUBTFUL
             while place and len(seen) < looks and place not in seen:
                 seen.append(place)
-                if held[place - matched : place] == wanted and owners[place // stride] is tenant:
+                known = held[place - matched : place] == wanted and held[place] != BLANK
+                if known and owners[place // stride] is tenant:
                     looks = self._occurrences
                     before = matched
                     while matched < most and held[place - matched - 1] == tokens[length - matched - 1]:
@@ -194,8 +240,9 @@ class Past:
         """From one block to the next."""
         block, offset = divmod(place, self._stride)
         line = self._tokens[place : place - offset + self._stride].tolist()
-        for block in self.text(place).blocks[self._orders[block] + 1 :][: 1 + count // BLOCK]:
-            begin = block * self._stride + self._overlap
+        order = self._orders[block] + 1
+        for following in self.text(place).blocks[order : order + 1 + count // BLOCK]:
+            begin = following * self._stride + self._overlap
             line += self._tokens[begin : begin + min(count - len(line), BLOCK)]
         return line
 
@@ -206,7 +253,7 @@ class Past:
         return text
 
     def _take_block(self, text: Text, tokens: Sequence[int]) -> bool:
-        """Another block for a text. Finished texts make room: the tenant's own if it has its share, else the oldest."""
+        """Another block. Finished texts make room for it: the tenant's own when it has its share, else the oldest."""
         tenant = text.tenant
         while tenant.num_blocks >= self._tenant_blocks or not self._free:
             finished = tenant.finished if tenant.num_blocks >= self._tenant_blocks else self._finished

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.backends.base import Backend, Spans
-from outrider.draft.vocab import GROWTH, SPARE, Translation, split_text
+from outrider.draft.vocab import GROWTH, SPARE, Translation, end_reason, past_reason, split_text
 from outrider.errors import DraftError, VocabularyError
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
@@ -66,7 +66,7 @@ class ReencodeDrafter:
         self.chunk = chunk
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
-        self._past: set[int] = set()  # jobs that have outgrown it
+        self._past: dict[int, int] = {}  # jobs that have outgrown it -> the draft tokens there was room for
         said = {other: token for token, other in translation.shared.items()}
         self._ends = {eos: said[eos] for eos in info.eos_ids if eos in said}  # the draft's EOS -> the target's
 
@@ -111,7 +111,7 @@ class ReencodeDrafter:
 
     def forget(self, job: Job) -> None:
         self._unseated.discard(job.id)
-        self._past.discard(job.id)
+        self._past.pop(job.id, None)
         seat = self.seats.pop(job.id, None)
         if seat:
             self.backend.close(seat.slot)
@@ -120,16 +120,15 @@ class ReencodeDrafter:
         """What the draft begins a job's round with; None, and the reason in `drafts`, where it cannot."""
         if width == 0:
             return None
-        context = self.backend.info.context
         seat = None if job.id in self._past else self._seat(job)
         if seat is not None and len(job.tokens) - seat.read > self.chunk:
             drafts.fallbacks.append((job, "the draft is still reading the prompt"))
             return None
         fed = [] if seat is None else self._spell(job, seat, len(job.tokens))
         if seat is not None and seat.length + len(fed) > seat.limit:
-            self._outgrow(job)
+            self._outgrow(job, seat)
         if job.id in self._past:
-            drafts.fallbacks.append((job, f"the answer is past the draft's context of {context} tokens of its own"))
+            drafts.fallbacks.append((job, past_reason(self._past[job.id])))
             return None
         if seat is None:
             drafts.fallbacks.append((job, "the draft has no room for another sequence"))
@@ -137,7 +136,7 @@ class ReencodeDrafter:
         # The last token it writes is never fed: n passes put n - 1 of its own into the cache.
         passes = min(width + 1, seat.limit - seat.length - len(fed) + 1)
         if passes < width:
-            drafts.fallbacks.append((job, f"the answer comes to the end of the draft's context of {context} tokens"))
+            drafts.fallbacks.append((job, end_reason(seat.limit)))
         most = self.backend.info.max_rewind
         if most is not None and most + 1 < width:
             drafts.fallbacks.append((job, f"the draft can rewind only {most} tokens"))
@@ -231,15 +230,15 @@ class ReencodeDrafter:
         stop = min(len(job.tokens), seat.read + self.chunk)
         portion = self._spell(job, seat, stop)
         if seat.length + len(portion) > seat.limit:
-            self._outgrow(job)
+            self._outgrow(job, seat)
             return None
         seat.read, seat.rest = stop, b""
         return portion
 
-    def _outgrow(self, job: Job) -> None:
+    def _outgrow(self, job: Job, seat: Seat) -> None:
         """It cannot come back: others may use its place."""
         self.forget(job)
-        self._past.add(job.id)
+        self._past[job.id] = seat.limit
 
     def _seat(self, job: Job) -> Seat | None:
         seat = self.seats.get(job.id)

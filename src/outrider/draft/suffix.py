@@ -1,9 +1,9 @@
 """Suffix matching: the longest end of a request's text that its tenant has seen before, and what followed how often.
 
 Seen are this request's own text, the tenant's other running requests and its past ones (`past.Past`); nothing of other
-tenants. What followed at the latest occurrences is counted place by place: a token's chance is its share of them, less a
-little that shrinks as the text that agrees grows (one occurrence proves little after two tokens, much after twenty).
-A proposal goes on while the chances along its path multiply to enough.
+tenants. What followed at the latest occurrences is counted: a token's probability is its share of them, less a little
+that shrinks as the matching text grows (one occurrence proves little after two tokens, much after twenty). A proposal
+goes on while the probabilities along its path multiply to enough.
 """
 
 from __future__ import annotations
@@ -16,10 +16,31 @@ from outrider.draft.certain import NOTHING, Lookup, LookupDrafter, Proposal
 from outrider.draft.past import Past
 from outrider.types import Job
 
-Followed = list[list[int]]  # what followed at each occurrence, latest first
-# A node that may come next: (-probability, turn, parent, depth, what followed there). Of equals the first to come, which
-# is the latest text.
-Bud = tuple[float, int, int, int, Followed]
+Lines = list[list[int]]  # what followed at each occurrence, latest first
+
+
+class Group:
+    """Lines that agree so far. They go on to agree while `low` and `high` do."""
+
+    __slots__ = ("high", "lines", "low")
+
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
+        self.low = min(lines)  # the shortest of all, where one is the beginning of the others
+        self.high = max(lines)
+
+    def split(self, depth: int) -> Collection[Lines]:
+        """By the token at `depth`; where a text ended it says nothing."""
+        branches: dict[int, Lines] = {}
+        for line in self.lines:
+            if len(line) > depth:
+                branches.setdefault(line[depth], []).append(line)
+        return branches.values()
+
+
+# A node that may come next: (-probability, turn, parent, depth, what followed with it). Of equals the first to come,
+# which is the latest text.
+Bud = tuple[float, int, int, int, Group]
 
 
 class SuffixDrafter(LookupDrafter):
@@ -51,10 +72,8 @@ class SuffixLookup:
 
     def missing(self, tokens: list[int]) -> int:
         text = self._text
-        if text.length and (
-            text.length > len(tokens) or tokens[text.length - 1] != text.last
-        ):  # tokens were taken back
-            self._past.drop(text)
+        if text.length and (text.length > len(tokens) or tokens[text.length - 1] != text.last):
+            self._past.rewind(text, tokens)
         return len(tokens) - text.length
 
     def read(self, tokens: list[int], stop: int) -> None:
@@ -70,73 +89,54 @@ class SuffixLookup:
         for index, line in enumerate(followed):
             if len(line) < depth and text.length == len(tokens) and past.text(places[index]) is text:
                 followed[index] = (line * (depth // len(line) + 1))[:depth]  # up to the last token: a loop repeats
-        if branching and not _agree(followed):
-            return self._tree(followed, matched, width)
-        return Proposal(self._chain(followed, matched))
+        group = Group(followed)
+        if branching and group.low != group.high:
+            return self._tree(group, matched, width)
+        return Proposal(self._chain(group, matched))
 
     def close(self) -> None:
         self._past.finish(self._text)
 
-    def _chain(self, followed: Followed, matched: int) -> list[int]:
+    def _chain(self, group: Group, matched: int) -> list[int]:
         """The most frequent token at every step; of equals the latest."""
         least, smoothing = self._config.min_probability, self._config.smoothing
         probability, depth = 1.0, 0
-        while not _agree(followed):
-            votes = [line[depth] for line in followed if len(line) > depth]
-            token, count = votes[0], votes.count(votes[0])
-            if count < len(votes):
-                token = max(dict.fromkeys(votes), key=votes.count)
-                count = votes.count(token)
-            probability *= count / (len(votes) + smoothing / (matched + depth))
-            if probability < least:
-                return followed[0][:depth]
-            if count < len(followed):
-                followed = [line for line in followed if len(line) > depth and line[depth] == token]
-            depth += 1
-        line, doubt = followed[0], smoothing / len(followed)
-        while depth < len(line):
-            probability /= 1.0 + doubt / (matched + depth)
+        while True:
+            total = len(group.lines)
+            if len(group.low) <= depth or group.low[depth] != group.high[depth]:
+                branches = group.split(depth)
+                if not branches:
+                    break
+                total = sum(map(len, branches))
+                group = Group(max(branches, key=len))
+            probability *= len(group.lines) / (total + smoothing / (matched + depth))
             if probability < least:
                 break
             depth += 1
-        return line[:depth]
+        return group.high[:depth]
 
-    def _tree(self, followed: Followed, matched: int, width: int) -> Proposal:
+    def _tree(self, group: Group, matched: int, width: int) -> Proposal:
         """The likeliest `width` nodes: the likeliest of all that may come next, again and again."""
         least, smoothing = self._config.min_probability, self._config.smoothing
         tokens: list[int] = []
         parents: list[int] = []
         coming: list[Bud] = []
-        node, depth, probability, turn, num_turns = -1, 0, 1.0, 0, 0
+        node, depth, probability, turn, num_turns = -1, 0, 1.0, 0, 1
         while True:
-            if len(followed) == 1:
-                probability /= 1.0 + smoothing / (matched + depth)
-                if probability >= least and len(followed[0]) > depth:
-                    heappush(coming, (-probability, turn, node, depth, followed))
-            else:
-                branches = _branches(followed, depth)
+            if len(group.low) > depth and group.low[depth] == group.high[depth]:
+                probability /= 1.0 + smoothing / len(group.lines) / (matched + depth)
+                if probability >= least:
+                    heappush(coming, (-probability, turn, node, depth, group))
+            elif branches := group.split(depth):
                 share = probability / (sum(map(len, branches)) + smoothing / (matched + depth))
-                for followed in branches:
-                    if share * len(followed) >= least:
-                        heappush(coming, (-share * len(followed), num_turns, node, depth, followed))
-                        num_turns += 1
+                for lines in branches:
+                    if share * len(lines) >= least:
+                        heappush(coming, (-share * len(lines), num_turns, node, depth, Group(lines)))
+                    num_turns += 1
             if not coming or len(tokens) == width:
                 break
-            negative, turn, parent, depth, followed = heappop(coming)
-            tokens.append(followed[0][depth])
+            negative, turn, parent, depth, group = heappop(coming)
+            tokens.append(group.high[depth])
             parents.append(parent)
             node, depth, probability = len(tokens) - 1, depth + 1, -negative
         return Proposal(tokens, parents if parents != [*range(-1, len(parents) - 1)] else None)
-
-
-def _agree(followed: Followed) -> bool:
-    return followed.count(followed[0]) == len(followed)
-
-
-def _branches(followed: Followed, depth: int) -> Collection[Followed]:
-    """What followed, grouped by the token at `depth`; where a text ended it says nothing."""
-    branches: dict[int, Followed] = {}
-    for line in followed:
-        if len(line) > depth:
-            branches.setdefault(line[depth], []).append(line)
-    return branches.values()

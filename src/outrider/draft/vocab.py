@@ -69,7 +69,9 @@ class Vocabulary:
         if isinstance(tokenizer, PieceTokenizer):
             return cls(tokenizer.pieces[:size], encode=tokenizer.encode)
         if size is None:
-            raise ConfigError(f"a {type(tokenizer).__name__} does not say how many tokens it has; pass size=")
+            raise ConfigError(
+                f"a {type(tokenizer).__name__} does not say how many tokens it has; pass size=", param="size"
+            )
         return cls([tokenizer.token_bytes(token) for token in range(size)], encode=tokenizer.encode)
 
     @property
@@ -279,14 +281,12 @@ class TranslatedBackend:
         return len(self._lines)
 
     def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
-        """None, too, when the draft needs more tokens than its context for these."""
-        context = self.draft.info.context
-        if len(tokens) > context:
+        """None, too, when these do not fit."""
+        if not self.fits(tokens):
             return None
+        context = self.draft.info.context
         readings = self.translation.read(tokens, 0)
         ends = [0, *accumulate(map(len, readings))]
-        if ends[-1] > context:
-            return None
         most = None if limit is None else min(context, ends[-1] + GROWTH * max(0, limit - len(tokens)) + SPARE)
         slot = self.draft.open(list(chain.from_iterable(readings)), most, tenant)
         if slot is None:
@@ -300,6 +300,15 @@ class TranslatedBackend:
 
     def length(self, slot: Slot) -> int:
         return self._line(slot).length
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether the draft's context holds a sequence of these."""
+        context = self.draft.info.context
+        return len(tokens) <= context and sum(map(len, self.translation.read(tokens, 0))) <= context
+
+    def limit(self, slot: Slot) -> int:
+        """Draft tokens there is room for in the slot."""
+        return self._line(slot).limit
 
     def room(self, slot: Slot, tokens: Sequence[int] = ()) -> int:
         """How many shared tokens fit after these, which follow what the slot holds. Negative: these do not."""
@@ -339,21 +348,23 @@ class TranslatedBackend:
         return Scores([rows for rows in spans.rows if rows], self._project(logits))
 
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
-        kept: list[list[int]] = []
+        lengths_inside: list[int] = []
         places: dict[Slot, list[int]] = {}
+        tails: list[list[int]] = []  # the last of each slot's ends
         for slot, length in zip(slots, lengths, strict=True):
             line = self._line(slot)
             path = list(paths[slot]) if paths and slot in paths else []
             start = length - len(path)
-            if not 0 <= length <= line.length or not all(start <= place < line.length for place in path) or start < 0:
+            if not 0 <= start <= length <= line.length or not all(start <= place < line.length for place in path):
                 raise BackendError(f"slot {slot} holds {line.length} tokens and cannot keep {length}, last {path}")
-            spans = [(line.ends[place], line.ends[place + 1]) for place in path]
+            parts = [range(line.ends[place], line.ends[place + 1]) for place in path]
+            tails.append(list(accumulate(map(len, parts), initial=line.ends[start])))
+            lengths_inside.append(tails[-1][-1])
             if path:
-                places[slot] = [place for first, end in spans for place in range(first, end)]
-            kept.append(line.ends[:start] + list(accumulate((b - a for a, b in spans), initial=line.ends[start])))
-        self.draft.keep(slots, [ends[-1] for ends in kept], places or None)
-        for slot, ends in zip(slots, kept, strict=True):
-            self._lines[slot].ends = ends
+                places[slot] = list(chain.from_iterable(parts))
+        self.draft.keep(slots, lengths_inside, places or None)
+        for slot, length, tail in zip(slots, lengths, tails, strict=True):
+            self._lines[slot].ends[length + 1 - len(tail) :] = tail
 
     def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
         self.draft.publish(slot, list(chain.from_iterable(self.translation.read(tokens, 0))))
@@ -422,6 +433,16 @@ class TranslatedBackend:
         return rows
 
 
+def past_reason(limit: int) -> str:
+    """Why a draft is not asked any more."""
+    return f"the answer is past the {limit} tokens of its own that the draft has room for"
+
+
+def end_reason(limit: int) -> str:
+    """Why a draft is asked for less."""
+    return f"the answer comes to the end of the {limit} tokens of its own that the draft has room for"
+
+
 def _expand(parents: Sequence[int], line: Line, sizes: Sequence[int]) -> list[int]:
     """The parents of the draft's tokens: the first of a reading follows the last of its parent's, the others follow on.
 
@@ -446,25 +467,37 @@ class TranslatedDrafter(ModelDrafter):
 
     def __init__(self, backend: TranslatedBackend, *, chunk: int = 512) -> None:
         super().__init__(backend, chunk=chunk)
+        self._past: set[int] = set()  # jobs that have outgrown the draft's context
 
     def lag(self, job: Job) -> int:
         seat = self.seats.get(job.id)
-        if seat is not None and self._left(job, seat) < 0:
-            return 0
+        if job.id in self._past or (seat is not None and self._left(job, seat) < 0):
+            return 0  # it will not read on; `propose` says why
         return super().lag(job)
+
+    def forget(self, job: Job) -> None:
+        self._past.discard(job.id)
+        super().forget(job)
 
     def _room(self, job: Job, width: int, drafts: Drafts) -> int:
         seat = self._seat(job) if width else None
-        if seat is not None:
-            left = self._left(job, seat)
-            if left < 0:
-                self.forget(job)
-                drafts.fallbacks.append((job, "the answer is past what the draft has room for in its own tokens"))
-                return 0
-            if left + 1 < width:
-                drafts.fallbacks.append((job, "the answer comes to the end of the draft's room for its own tokens"))
-                width = left + 1
+        left = 0 if seat is None else self._left(job, seat)
+        if left < 0:  # it may have another seat, with more room, if the context allows that
+            self.forget(job)
+            seat = self._seat(job)
+            left = 0 if seat is None else self._left(job, seat)
+        if job.id in self._past:
+            drafts.fallbacks.append((job, past_reason(self.backend.info.context)))
+            return 0
+        if seat is not None and left + 1 < width:
+            drafts.fallbacks.append((job, end_reason(self.backend.limit(seat.slot))))
+            width = left + 1
         return super()._room(job, width, drafts)
+
+    def _open(self, job: Job) -> Slot | None:
+        if job.id not in self._past and not self.backend.fits(job.tokens):
+            self._past.add(job.id)
+        return None if job.id in self._past else super()._open(job)
 
     def _left(self, job: Job, seat: Seat) -> int:
         return self.backend.room(seat.slot, job.tokens[seat.length + len(seat.ahead) :])

@@ -186,7 +186,8 @@ def _layer_skip(target: Backend, layers: int | None) -> Drafter:
 def _head(spec: DraftSpec, target: Backend) -> Drafter:
     if not target.info.heads:
         raise ConfigError(
-            f"{spec.method} heads need a transformer that runs on our own backend, not {target.info.name}", param="draft"
+            f"{spec.method} heads need a transformer that runs on our own backend, not {target.info.name}",
+            param="draft",
         )
     from outrider.draft.eagle import EagleDrafter
     from outrider.draft.medusa import MedusaDrafter

@@ -316,6 +316,11 @@ class Engine:
         return self.loop.router.method
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """What requests may ask for as their `method`."""
+        return tuple(self.loop.router.methods)
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         return self._is_open

@@ -31,7 +31,9 @@ METHODS = {
         "a transformer; pays when it was trained to exit early",
     ),
     "medusa": Method(
-        "medusa:PATH", "Heads on the last hidden state, one for each token ahead.", "Medusa heads trained for the target"
+        "medusa:PATH",
+        "Heads on the last hidden state, one for each token ahead.",
+        "Medusa heads trained for the target",
     ),
     "eagle": Method(
         "eagle:PATH",

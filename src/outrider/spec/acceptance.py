@@ -21,8 +21,18 @@ STEPS = 4  # classes of requests per unit of log odds
 class DrafterRecord:
     """One drafter over all requests."""
 
-    __slots__ = ("_answered", "_asked", "_by_drafted", "_by_kept", "_by_judged", "_by_room", "_odds", "_outlooks",
-                 "_sums", "num_judged")
+    __slots__ = (
+        "_answered",
+        "_asked",
+        "_by_drafted",
+        "_by_kept",
+        "_by_judged",
+        "_by_room",
+        "_odds",
+        "_outlooks",
+        "_sums",
+        "num_judged",
+    )
 
     def __init__(self) -> None:
         self._by_judged: list[float] = [0.0]  # rounds by tokens judged, and so on

@@ -1,47 +1,32 @@
-"""The width with the most tokens per second, from what was measured: acceptance by place, passes by rows, drafts by step.
+"""The width that pays, per request and round, from what was measured (`acceptance.py`, `costs.py`): 0 where plain decoding
+wins.
 
-    tokens per second = (one token per job + what drafts add) / (target pass of so many rows + draft steps)
-
-Drafted tokens are taken in the order of their chance to be kept, whosever they are, and the best beginning of that list
-is drafted; nothing, where plain decoding wins. What is not known is tried at a bounded cost, and what lost is tried
-again.
+A decision stands for a few rounds. What is not known is tried, and what lost is tried again, at a bounded cost: a share
+of the time so far and of the answers asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 from outrider.config import WidthConfig
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.spec.acceptance import DrafterRecord, JobRecord
+from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice
 from outrider.spec.costs import CostCurve, DraftCosts
 from outrider.types import Ask, Drafts, Job, Plan
 
 GUESSED_STEP = 0.1  # a draft step as a share of a target pass, before one was measured
 ENOUGH = 8.0  # judged tokens that make a drafter known
+START = 4  # tokens drafted as long as costs are unknown
 MOST_HOLD = 8  # rounds a decision stands
-
-
-class Group(NamedTuple):
-    """Jobs alike: they get the same width."""
-
-    members: list[int]
-    drafter: str
-    chances: list[float]  # that a proposal is kept up to each place
-    rows: list[float]  # expected rows of each place
-    entry_s: float  # seconds of catching up, for each job, as far as this round has to repay them
-
-
-class Decision(NamedTuple):
-    width: int
-    reason: str
+SHORT = 16  # an answer with fewer tokens to come starts no unknown drafter
+LONG = 1000  # tokens of an answer that count for what may be tried on it
 
 
 class AdaptiveController:
-    def __init__(
-        self, config: WidthConfig | None = None, statistics: Callable[[], Statistics] | None = None
-    ) -> None:
+    def __init__(self, config: WidthConfig | None = None, statistics: Callable[[], Statistics] | None = None) -> None:
         self._config = config or WidthConfig()
         self._statistics = statistics
         self._decoding = CostCurve()
@@ -52,7 +37,7 @@ class AdaptiveController:
         self._elapsed = 0.0
         self._spent = 0.0
         self._balance = 0.0
-        self._fails = 0
+        self._allowance = 0.0
         # the decision that stands
         self._deciding: list[Job] = []
         self._rooms: list[tuple[Ask, ...]] = []
@@ -61,8 +46,8 @@ class AdaptiveController:
         self._rows = 0
         self._left = 0
         self._hold = 1
-        self._probed: JobRecord | None = None
-        self._probe_at = 0.0
+        self._is_settled = False
+        self._early_s = self._early_passes = 0.0
 
     # ---- choosing
 
@@ -72,7 +57,7 @@ class AdaptiveController:
             if rooms == self._rooms:
                 return self._asks
             return [_within(asks, room) for asks, room in zip(self._asks, rooms, strict=True)]
-        if jobs != self._deciding:
+        if jobs != self._deciding or not self._is_settled:
             self._hold = 1
         else:
             self._hold = min(MOST_HOLD, self._hold + 1)
@@ -82,152 +67,140 @@ class AdaptiveController:
         return self._asks
 
     def _decide(self, jobs, rooms, rows):
-        curve = self._reading if rows and self._reading.is_known else self._decoding
-        base = rows + sum([len(job.tokens) - job.cached for job in jobs])
-        steady = base == len(jobs)
-        tokens = float(len(jobs))
-        groups: dict[tuple, Group] = {}
-        levels: dict[str, list[float]] = {}
-        num_new: dict[str, int] = {}
+        fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
+        steady = fed == len(jobs)
+        curve = self._reading if fed > 2 * len(jobs) and self._reading.is_known else self._decoding
+        self._is_settled = self._decoding.knows(0, 1 if len(jobs) == 1 else 2 * len(jobs))
+        step_s = partial(self._step_s, GUESSED_STEP * curve.seconds(len(jobs)))
+        batch = Batch(float(fed), float(len(jobs)))
         self._asks = [room if job.width is not None else () for job, room in zip(jobs, rooms, strict=True)]
         self._reasons = [""] * len(jobs)
-        resting: list[int] = []
+        groups, free = self._groups(jobs, rooms, batch, curve.seconds(fed), step_s)
+        plain_rate = batch.tokens / (curve.seconds(batch.rows) + batch.draft_s)
+        most_rows = max(2.0 * curve.most_rows, batch.rows + START * len(jobs)) if curve.is_known else batch.rows + 16 * START
+        best = best_choice(groups, batch, curve.seconds, step_s, most_rows)
+        if best is None:
+            return
+        drafts = best.rate > plain_rate
+        ratio = best.rate / plain_rate
+        if drafts and steady and curve.is_known and not self._is_settled:
+            for index in free:
+                self._reasons[index] = "measuring what plain decoding costs"
+            return
+        reason = f"drafting pays: about {_rounded(ratio)}x of plain" if drafts else f"plain: drafting would give {_rounded(ratio)}x"
+        for group, widths in zip(groups, best.widths, strict=True):
+            for index in group.members:
+                self._set(index, rooms[index], widths if drafts else {}, reason)
+        self._left = self._hold - 1
+        if drafts and not curve.knows(best.rows * 0.8, best.rows * 1.25):
+            self._left = 0
+        resting = [index for index in free if not self._asks[index]]
+        for index in resting:
+            self._reasons[index] = self._reasons[index] or "plain: others draft first"
+        if resting and steady and self._is_settled:
+            self._probe(jobs, rooms, resting, curve, batch, max(best.rate, plain_rate), plain_rate, step_s)
+
+    def _groups(self, jobs, rooms, batch, pass_s, step_s):
+        """Jobs that may draft, by what they promise, and the indices of all whose width is free."""
+        groups: dict[tuple, Group] = {}
+        free: list[int] = []
+        starters: dict[str, int] = {}
+        levels: dict[str, list[int]] = {}
         for index, (job, room) in enumerate(zip(jobs, rooms, strict=True)):
             if not room:
                 continue
-            ask = room[0]
-            name, width = ask.drafter, ask.width
-            record = self._record(job, name)
-            if record.at != len(job.tokens):
-                if record.look(len(job.tokens)):
+            records = [self._record(job, ask.drafter) for ask in room]
+            for record in records:
+                if record.at != len(job.tokens) and record.look(len(job.tokens)):
                     self._hold = 1
-                    self._fails = 0
             if job.width is not None:
-                drafter = self._drafter(name)
-                chances = drafter.outlook(record.shift, width)
-                tokens += sum(chances[:width])
-                base += width
+                record, name, width = records[0], room[0].drafter, room[0].width
+                batch.tokens += sum(self._drafter(name).outlook(record.shift, width)[:width])
+                batch.rows += width
+                counts = levels.setdefault(name, [])
+                counts += [0] * (width - len(counts))
                 for level in range(width):
-                    _count(levels, name, level, 1.0)
+                    counts[level] += 1
                 continue
-            resting.append(index)
-            if self._is_new(name):
-                num_new[name] = num_new.get(name, 0) + 1
-                if num_new[name] > max(1, len(jobs) // 4):
-                    continue
-            unread = len(job.tokens) - record.read
-            entry_s = self._entry_s(job, name, unread)
-            key = (name, width, record.shift, round(entry_s / curve.seconds(base) * 50))
-            group = groups.get(key)
+            free.append(index)
+            key = []
+            for ask, record in zip(room, records, strict=True):
+                name, width = ask.drafter, ask.width
+                if self._is_new(name):
+                    starters[name] = starters.get(name, 0) + 1
+                    if starters[name] > max(1, len(jobs) // 4) or job.limit - len(job.tokens) < SHORT:
+                        continue
+                if not self._is_settled:
+                    width = min(width, START)
+                entry_s = self._entry_s(job, name, len(job.tokens) - record.read)
+                key.append((name, width, record.shift, round(16 * entry_s / pass_s)))
+            if not key:
+                continue
+            group = groups.get(tuple(key))
             if group is not None:
                 group.members.append(index)
                 continue
-            drafter = self._drafter(name)
-            chances = drafter.outlook(record.shift, width)[:width]
-            answers = drafter.answers
-            lengths = drafter.lengths(width)
-            groups[key] = Group([index], name, chances, [answers * length for length in lengths], entry_s)
-        step_s = GUESSED_STEP * curve.seconds(len(jobs))
-        items = []
-        for number, group in enumerate(groups.values()):
-            items += [(-chance, number, level) for level, chance in enumerate(group.chances)]
-        items.sort()
-        group_list = list(groups.values())
-        pass_s = curve.seconds(base)
-        draft_s = 0.0
+            prospects = {}
+            for name, width, shift, entry in key:
+                drafter = self._drafter(name)
+                answers = drafter.answers
+                reach = [answers * length for length in drafter.lengths(width)[:width]]
+                prospects[name] = Prospect(drafter.outlook(shift, width)[:width], reach, 1.0, answers, entry * pass_s / 16)
+            groups[tuple(key)] = Group([index], prospects)
         for name, counts in levels.items():
-            for count in counts:
-                draft_s += self._step_s(name, count, step_s)
-        plain_rate = best_rate = tokens / (pass_s + draft_s)
-        best, alternative, alternative_rate = 0, 0, 0.0
-        now_rows = float(base)
-        for place, (chance, number, level) in enumerate(items, 1):
-            group = group_list[number]
-            count = len(group.members)
-            had = levels.get(group.drafter, ())
-            had = had[level] if level < len(had) else 0.0
-            draft_s += self._step_s(group.drafter, had + count, step_s) - self._step_s(group.drafter, had, step_s)
-            _count(levels, group.drafter, level, count)
-            if level == 0:
-                draft_s += group.entry_s * count
-            now_rows += group.rows[level] * count
-            tokens -= chance * group.rows[level] * count
-            rate = tokens / (curve.seconds(now_rows) + draft_s)
-            if rate > best_rate:
-                best, best_rate = place, rate
-            if rate > alternative_rate:
-                alternative, alternative_rate = place, rate
-        widths = [0] * len(group_list)
-        for _, number, level in items[:best]:
-            widths[number] = level + 1
-        ratio = best_rate / plain_rate
-        chosen: dict[int, int] = {}
-        for group, width in zip(group_list, widths, strict=True):
-            for index in group.members:
-                chosen[index] = width
-        resting = [index for index in resting if not chosen.get(index)]
-        if best:
-            reason = f"drafting pays: about {_rounded(ratio)}x of plain"
-        else:
-            reason = f"plain: drafting would give {_rounded(alternative_rate / plain_rate)}x"
-        for index, width in chosen.items():
-            self._set(index, rooms[index], width, reason)
-        for index in resting:
-            self._reasons[index] = reason if not best else "plain: other requests gain more"
-        self._left = self._hold - 1
-        if steady and best and curve.is_known and not curve.knows(0, 1 if base == 1 else 2 * base):
-            for index in chosen:
-                self._set(index, rooms[index], 0, "measuring what plain decoding costs")
+            batch.draft_s += sum([step_s(name, count) for count in counts])
+        return list(groups.values()), free
+
+    def _probe(self, jobs, rooms, resting, curve, batch, rate, plain_rate, step_s) -> None:
+        """Let some resting jobs draft, as far as the budget goes."""
+        pass_s = curve.seconds(batch.rows)
+        allowed = self._config.probing * self._elapsed + self._allowance / rate - self._spent
+        realised = self._balance + 0.015 * self._elapsed + self._allowance / plain_rate
+        allowed = min(allowed, realised)
+        waiting = sorted(resting, key=lambda index: self._staleness(jobs[index], rooms[index][0].drafter, pass_s))
+        for index in waiting[: max(1, len(jobs) // 4)]:
+            job, ask = jobs[index], rooms[index][0]
+            name = ask.drafter
+            record, drafter = self._record(job, name), self._drafter(name)
+            if job.limit - len(job.tokens) < SHORT:
+                continue
+            chances = drafter.outlook(record.shift, ask.width)
+            answers = drafter.answers
+            draft_s = self._read_s(name, len(job.tokens) - record.read)
+            gained = judged = 0.0
+            best = None
+            for width in range(1, ask.width + 1):
+                judged += chances[width - 2] if width > 1 else 1.0
+                gained += chances[width - 1] * answers
+                draft_s += step_s(name, 1.0)
+                loss = max(0.0, curve.seconds(batch.rows + width * answers) + draft_s - pass_s - gained / rate)
+                value = (loss + 0.02 * pass_s / len(jobs)) / judged
+                if best is None or value < best[0]:
+                    best = value, width, loss
+            _, width, loss = best
+            if loss > allowed:
+                return
+            allowed -= loss
+            self._spent += loss
             self._left = 0
-            return
-        if resting and steady:
-            self._probe(jobs, rooms, resting, curve, base, best_rate, step_s)
+            self._set(index, rooms[index], {name: width}, "probe")
 
-    def _probe(self, jobs, rooms, resting, curve, base, rate, step_s) -> None:
-        """Let one resting job draft, if that costs little enough."""
-        def staleness(index: int) -> float:
-            job = jobs[index]
-            record = self._record(job, rooms[index][0].drafter)
-            unread = len(job.tokens) - record.read
-            return (1.0 + self._read_s(rooms[index][0].drafter, unread) / curve.seconds(base)) / (1.0 + unread)
+    def _staleness(self, job: Job, name: str, pass_s: float) -> float:
+        unread = len(job.tokens) - self._record(job, name).read
+        return (1.0 + self._read_s(name, unread) / pass_s) / (1.0 + unread)
 
-        index = min(resting, key=staleness)
-        job, ask = jobs[index], rooms[index][0]
-        name = ask.drafter
-        record, drafter = self._record(job, name), self._drafter(name)
-        chances = drafter.outlook(record.shift, ask.width)
-        answers = drafter.answers
-        pass_s = curve.seconds(base)
-        entry_s = self._read_s(name, len(job.tokens) - record.read)
-        draft_s, gained, judged = entry_s, 0.0, 0.0
-        best = None
-        for width in range(1, ask.width + 1):
-            judged += chances[width - 2] if width > 1 else 1.0
-            gained += chances[width - 1] * answers
-            draft_s += self._step_s(name, 1.0, step_s)
-            loss = max(0.0, curve.seconds(base + width * answers) + draft_s - pass_s - gained / rate)
-            value = (loss + 0.02 * pass_s) / judged
-            if best is None or value < best[0]:
-                best = value, width, loss
-        _, width, loss = best
-        share = self._config.probing
-        remaining = job.limit - len(job.tokens)
-        allowed = share * self._elapsed + 2.0 * pass_s
-        if self._spent + loss > allowed or self._balance - loss < -0.02 * self._elapsed - 4 * pass_s:
-            return
-        self._spent += loss
-        self._left = 0
-        self._set(index, rooms[index], width, "probe")
-
-    def _set(self, index, room, width, reason) -> None:
-        ask = room[0]
-        job = self._deciding[index]
-        self._asks[index] = (Ask(ask.drafter, width, bool(job.tree)),) if width else ()
+    def _set(self, index, room, widths, reason) -> None:
+        tree = bool(self._deciding[index].tree)
+        self._asks[index] = tuple(
+            Ask(ask.drafter, widths[ask.drafter], tree) for ask in room if widths.get(ask.drafter)
+        )
         self._reasons[index] = reason
 
     def _is_new(self, name: str) -> bool:
         costs = self._draft_costs.get(name)
-        return costs is None or not costs.steps.is_known or self._drafter(name).num_judged < ENOUGH
+        return (
+            costs is None or not costs.steps.is_known or not self._is_settled or self._drafter(name).num_judged < ENOUGH
+        )
 
     def _entry_s(self, job: Job, name: str, unread: int) -> float:
         """Seconds of catching up, spread over what is left of the answer: a round has to repay its part."""
@@ -240,9 +213,7 @@ class AdaptiveController:
         costs = self._draft_costs.get(name)
         return 0.0 if costs is None or costs.read_s is None or unread <= 2 else costs.read_s * unread
 
-    def _step_s(self, name: str, jobs: float, guess: float) -> float:
-        if jobs <= 0.0:
-            return 0.0
+    def _step_s(self, guess: float, name: str, jobs: float) -> float:
         costs = self._draft_costs.get(name)
         return costs.steps.seconds(jobs) if costs is not None and costs.steps.is_known else guess
 
@@ -256,6 +227,7 @@ class AdaptiveController:
         records = self._jobs.get(job.id)
         if records is None:
             records = self._jobs[job.id] = {}
+            self._allowance += 0.01 * min(LONG, job.limit - len(job.tokens))
         record = records.get(name)
         if record is None:
             record = records[name] = JobRecord()
@@ -274,10 +246,15 @@ class AdaptiveController:
         emitted = sum([outcome.emitted for _, outcome in outcomes])
         plain_s = self._decoding.seconds(batch)
         if times.steady:
-            self._balance += emitted * plain_s / max(1, batch) - seconds
-        else:
-            self._balance += (emitted - batch) * plain_s / max(1, batch) - times.draft_s
-        if any(drafts.counts):
+            self._early_s += seconds
+            self._early_passes += emitted / batch
+        elif batch:
+            self._early_s += times.draft_s
+            self._early_passes += emitted / batch - 1.0
+        if self._is_settled:
+            self._balance += self._early_passes * plain_s - self._early_s
+            self._early_s = self._early_passes = 0.0
+        if any(drafts.counts) or any(plan.widths):
             self._learn_drafts(plan, drafts, times, dict([(job.id, outcome) for job, outcome in outcomes]))
         self._tally(plan)
 
@@ -291,7 +268,8 @@ class AdaptiveController:
             record, drafter = self._record(job, name), self._drafter(name)
             before = len(job.tokens) - outcome.emitted
             if not outcome.drafted:
-                drafter.add_silence()
+                if not drafts.fallbacks:
+                    drafter.add_silence()
                 continue
             judged = outcome.accepted + outcome.refused
             record.add(outcome.accepted, judged, drafter.expected(judged))
@@ -318,13 +296,6 @@ class AdaptiveController:
 
     def forget(self, job: Job) -> None:
         self._jobs.pop(job.id, None)
-
-
-def _count(levels: dict[str, list[float]], name: str, level: int, count: float) -> None:
-    counts = levels.setdefault(name, [])
-    while len(counts) <= level:
-        counts.append(0.0)
-    counts[level] += count
 
 
 def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:

@@ -33,6 +33,11 @@ class CostCurve:
     def is_known(self) -> bool:
         return bool(self._points)
 
+    @property
+    def most_rows(self) -> float:
+        """Of the widest pass that was measured."""
+        return max([point[0] for point in self._points.values()], default=0.0)
+
     def knows(self, least: float, most: float) -> bool:
         """Whether a pass of that many rows was measured."""
         return any(least <= point[0] <= most for point in self._points.values())
@@ -130,4 +135,8 @@ class DraftCosts:
 
     def _add_reading(self, seconds: float, steps: int, rows: float, unread: int) -> None:
         sample = max(0.0, seconds - steps * self.steps.seconds(rows)) / unread
-        self.read_s = sample if self.read_s is None else self.read_s + 0.3 * (min(sample, 4 * self.read_s) - self.read_s)
+        self.read_s = (
+            sample
+            if self.read_s is None
+            else self.read_s + 0.3 * (min(sample, 4 * self.read_s + self.steps.seconds(1.0)) - self.read_s)
+        )

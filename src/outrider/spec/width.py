@@ -78,6 +78,8 @@ class WidthChooser:
         if any(choice.asks and job.width is None for job, choice in zip(jobs, choices, strict=True)):
             chosen = self.controller.choose(jobs, [choice.asks for choice in choices], rows)
             choices = [choice._replace(asks=asks) for choice, asks in zip(choices, chosen, strict=True)]
+            for job, asks in zip(jobs, chosen, strict=True):
+                job.wanted = bool(asks)
         return choices
 
     def _room(self, job: Job) -> Choice:
@@ -101,7 +103,8 @@ class WidthChooser:
             else:
                 width, fallback = 1, "the target cannot rewind: one draft a round, judged before it is fed"
         try:
-            ready = [name for name in job.drafters if self._router.lag(job, name) <= 0]
+            # a draft whose width is the engine's choice reads when it is wanted, not before
+            ready = [name for name in job.drafters if job.width is None or self._router.lag(job, name) <= 0]
         except DraftError as error:
             return Choice(error=error)
         if len(ready) < len(job.drafters):
