@@ -306,9 +306,7 @@ def trees() -> list[Case]:
         chains_only = replace(TARGET, max_rewind=3)
         cases.append(Case(f"tree-for-a-target-of-chains-{rule}", "model", 8, rule, target=chains_only, tree=True))
         chains_only = replace(DRAFT, max_rewind=9)
-        cases.append(
-            Case(f"tree-of-a-draft-of-chains-{rule}", "model", 8, rule, draft_config=chains_only, tree=True)
-        )
+        cases.append(Case(f"tree-of-a-draft-of-chains-{rule}", "model", 8, rule, draft_config=chains_only, tree=True))
         cases.append(Case(f"tree-read-in-chunks-{rule}", "model", 8, rule, tree=True, prefill_chunk=1))
     cases.append(Case("tree-torch-target-numpy-draft", "model", 8, arrays="torch", tree=True))
     cases.append(Case("tree-numpy-target-torch-draft", "model", 8, draft_arrays="torch", tree=True))

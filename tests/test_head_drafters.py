@@ -35,6 +35,7 @@ from outrider.sampling.ops import SamplingOps
 from outrider.types import Drafts, Request, Result, SamplingParams
 
 import tiny
+from test_heads import reference
 from tiny_heads import save_head
 
 PROMPTS = [[5, 9, 77, 2, 40, 8, 19, 33, 61, 4, 90], [7, 7, 3], [50]]
@@ -193,20 +194,55 @@ def ids(results: Sequence[Result]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize("layout", ["eagle", "eagle3", "eagle3_norms"])
-@pytest.mark.parametrize("shape", [{"width": 3}, {"width": 9, "tree": True}])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("eagle", {"width": 3}),
+        ("eagle_deep", {"width": 9, "tree": True}),
+        ("eagle3", {"width": 9, "tree": True}),
+        ("eagle3_norms", {"width": 3}),
+    ],
+)
 def test_entries_are_those_of_a_fresh_head(
     layout: str, shape: dict[str, Any], model: Any, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle, "MOST_PENDING", 4)
     save_head(tmp_path, layout, model)
     watch = Watch(model, target_path, tmp_path, prefill_chunk=6)
-    results = watch.engine.generate(PROMPTS, max_tokens=20, temperature=0.0, **shape)
-    assert ids(results) == plain(target_path, PROMPTS, max_tokens=20, temperature=0.0)
+    results = watch.engine.generate(PROMPTS, max_tokens=16, temperature=0.0, **shape)
+    assert ids(results) == plain(target_path, PROMPTS, max_tokens=16, temperature=0.0)
     accepted = sum(result.statistics.accepted for result in results)
     rejected = sum(result.statistics.rejected for result in results)
-    assert accepted > 15 and rejected > 5 and watch.num_checked > 15
+    assert accepted > 12 and rejected > 3 and watch.num_checked > 12
     assert watch.drafter.seats == {}
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3", "eagle3_norms"])
+@pytest.mark.parametrize("shape", [{"width": 4}, {"width": 10, "tree": True}])
+def test_guesses_are_those_of_the_reference(
+    layout: str, shape: dict[str, Any], model: Any, target_path: Path, tmp_path: Path
+) -> None:
+    """Every row that was drawn from is that of a head which computes the whole path to it anew."""
+    weights, target = save_head(tmp_path, layout, model), target_at(target_path)
+    theirs, drafter = reference(weights, tmp_path, model), EagleDrafter.load(tmp_path, target)
+    read, seen = drafter._read, []
+
+    def recorded(sprouts: Sequence[Sprout]) -> Any:
+        lines = [(list(sprout.job.tokens), sprout.line(tip)) for sprout in sprouts for tip in sprout.tips]
+        rows = read(sprouts)
+        seen.extend(zip(lines, torch.as_tensor(rows).clone(), strict=True))
+        return rows
+
+    drafter._read = recorded  # type: ignore[method-assign]
+    Engine.load(target, draft=drafter).generate(PROMPTS[:2], max_tokens=8, temperature=0.0, **shape)
+    assert {len(line) for (_, line), _ in seen} >= {0, 1, 2} and len(seen) > 20
+    for (tokens, line), row in seen[::2]:
+        entries, hidden = tokens[1:], theirs.fuse(hidden_states(target, tokens[:-1], drafter.hidden)).detach()
+        for token in line:
+            hidden = torch.cat([hidden, theirs.again(theirs.run(entries, hidden)[-1:])])
+            entries = [*entries, token]
+        wanted = theirs.rows(theirs.run(entries, hidden)[-1:])[0]
+        assert torch.allclose(row, wanted, atol=1e-3 * float(wanted.nan_to_num(neginf=0.0).abs().max()))
 
 
 def test_a_round_reads_what_was_kept_and_one_more(model: Any, target_path: Path, tmp_path: Path) -> None:
@@ -237,7 +273,7 @@ def test_sampled_answers(
 ) -> None:
     save_head(tmp_path, "eagle3", model)
     watch = Watch(model, target_path, tmp_path, noise=1.0)
-    settings = {"max_tokens": 20, "temperature": 0.7, "seed": 3, **sampling}
+    settings = {"max_tokens": 14, "temperature": 0.7, "seed": 3, **sampling}
     results = watch.engine.generate(PROMPTS, **settings, **shape)
     if sampling["accept"] == "coupled":
         assert ids(results) == plain(target_path, PROMPTS, **settings)
@@ -323,12 +359,12 @@ def test_chains_and_trees_in_one_batch(model: Any, target_path: Path, tmp_path: 
     assert results[3].token_ids == plain(target_path, [[4, 4]], max_tokens=16, temperature=0.0)[0]
 
 
-@pytest.mark.parametrize("shape", [{"width": 3}, {"width": 6}, {"width": 9, "tree": True}])
+@pytest.mark.parametrize("shape", [{"width": 6}, {"width": 9, "tree": True}])
 def test_medusa(shape: dict[str, Any], model: Any, target_path: Path, tmp_path: Path) -> None:
     save_head(tmp_path, "medusa", model)
     target = target_at(target_path)
     head = AgreeingMedusa(tmp_path, target, bigrams(model, 1.0))
-    head.states = torch.cat([hidden_states(target, [token], head.hidden)[0] for token in range(101)])
+    head.states = model.model(torch.arange(101)[:, None]).last_hidden_state[:, 0].detach()
     drafter = MedusaDrafter(head)
     engine = Engine.load(target, draft=drafter, prefill_chunk=6)
     results = engine.generate(PROMPTS, max_tokens=20, temperature=0.0, **shape)

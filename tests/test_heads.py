@@ -584,7 +584,7 @@ def damaged(whole: bytes, header: int, chance: random.Random) -> bytes:
     """Bytes changed, cut out or inserted, mostly within the header."""
     data = bytearray(whole)
     for _ in range(chance.choice([1, 1, 2, 4])):
-        start = chance.randrange(min(header, len(data)) if chance.random() < 0.8 else max(1, len(data)))
+        start = chance.randrange(max(1, min(header, len(data)) if chance.random() < 0.8 else len(data)))
         kind = chance.randrange(4)
         if kind == 0:
             data[start : start + 1] = bytes([chance.randrange(256)])

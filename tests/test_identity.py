@@ -19,6 +19,8 @@ from outrider.draft.lookup import ScriptedDrafter
 from outrider.engine.engine import Engine
 from outrider.types import FinishReason, Request, Result, SamplingParams
 
+from cases import MixedDrafter, TreeDrafter
+
 
 def noise_script(vocab: int, salt: int) -> ScriptedDrafter:
     """Guesses that look random but depend on the context alone, of varying length."""
@@ -30,14 +32,19 @@ def noise_script(vocab: int, salt: int) -> ScriptedDrafter:
     return ScriptedDrafter(script)
 
 
-DRAFTS = ("model", "twin", "forward-only", "scripted", "ngram")
+DRAFTS = ("model", "twin", "forward-only", "scripted", "trees", "mixed", "ngram", "suffix")
+CHAINS = ("ngram,model", "suffix,trees", "suffix,ngram,mixed,twin", "ngram,suffix,forward-only")
 
 
-def draft_of(kind: str, config: MockConfig) -> str | MockBackend | Drafter:
+def draft_of(kind: str, config: MockConfig) -> str | MockBackend | Drafter | list[Any]:
+    if "," in kind:
+        return [draft_of(one, config) for one in kind.split(",")]
     if kind == "scripted":
         return noise_script(config.vocab_size, config.seed)
-    if kind == "ngram":
-        return "ngram"
+    if kind in ("trees", "mixed"):
+        return {"trees": TreeDrafter, "mixed": MixedDrafter}[kind](config.vocab_size)
+    if kind in ("ngram", "suffix"):
+        return kind
     drift = 0.0 if kind == "twin" else 0.8
     return MockBackend(replace(config, drift=drift, max_rewind=0 if kind == "forward-only" else None))
 
@@ -81,11 +88,15 @@ def consistent(result: Result) -> None:
     assert counts.accepted + counts.bonus <= counts.tokens
 
 
-@settings(max_examples=300)
+trees = st.sampled_from([True, None, False])
+
+
+@settings(max_examples=400)
 @given(
     config=mocks,
-    draft=st.sampled_from(DRAFTS),
-    width=st.integers(1, 7),
+    draft=st.sampled_from(DRAFTS + CHAINS),
+    width=st.one_of(st.integers(1, 7), st.sampled_from([None, 16])),
+    tree=trees,
     shape=controls,
     seed=st.integers(0, 2**32),
     length=st.integers(1, 16),
@@ -95,7 +106,8 @@ def consistent(result: Result) -> None:
 def test_coupled_and_greedy_equal_plain(
     config: MockConfig,
     draft: str,
-    width: int,
+    width: int | None,
+    tree: bool | None,
     shape: dict[str, Any],
     seed: int,
     length: int,
@@ -106,7 +118,13 @@ def test_coupled_and_greedy_equal_plain(
     target = MockBackend(config)
     tokenizer = mock_tokenizer(config.vocab_size)
     engine = Engine.load(
-        target, draft=draft_of(draft, config), width=width, tokenizer=tokenizer, prefill_chunk=chunk, max_batch=3
+        target,
+        draft=draft_of(draft, config),
+        width=width,
+        tree=tree,
+        tokenizer=tokenizer,
+        prefill_chunk=chunk,
+        max_batch=3,
     )
     settings = {"max_tokens": length, "accept": "coupled", "seed": seed, **shape}
     plain = engine.generate(prompt, width=0, **settings)
@@ -117,7 +135,7 @@ def test_coupled_and_greedy_equal_plain(
     speculative = engine.generate(prompt, **settings)
     same(speculative, plain)
     consistent(speculative)
-    assert 1 <= speculative.statistics.tokens_per_round <= width + 1
+    assert 1 <= speculative.statistics.tokens_per_round <= (16 if width is None else width) + 1
     if shape["temperature"] == 0.0:
         same(engine.generate(prompt, **{**settings, "accept": "rejection"}), plain)
     assert target.num_slots == 0
@@ -126,8 +144,10 @@ def test_coupled_and_greedy_equal_plain(
 @settings(max_examples=100)
 @given(
     config=mocks,
-    draft=st.sampled_from(DRAFTS),
-    width=st.integers(1, 5),
+    # suffixes find what was said before, and the draws of "mixed" are its own: both repeat only under `coupled`
+    draft=st.sampled_from([*(kind for kind in DRAFTS if kind not in ("mixed", "suffix")), "ngram,model"]),
+    width=st.integers(1, 9),
+    tree=trees,
     seed=st.integers(0, 2**32),
     shapes=st.lists(controls, min_size=2, max_size=4),
     rule=st.sampled_from(["coupled", "rejection"]),
@@ -137,13 +157,14 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
     config: MockConfig,
     draft: str,
     width: int,
+    tree: bool | None,
     seed: int,
     shapes: list[dict[str, Any]],
     rule: str,
     leaves_after: int,
 ) -> None:
     """Also under `rejection`: seed, rule, width and drafter repeat the tokens, whoever shares the pass."""
-    engine = Engine.load(MockBackend(config), draft=draft_of(draft, config), width=width)
+    engine = Engine.load(MockBackend(config), draft=draft_of(draft, config), width=width, tree=tree)
     requests = [
         Request(prompt=[1, 0], sampling=SamplingParams(seed=seed, accept=rule, **shape), max_tokens=8, choice=choice)
         for choice, shape in enumerate(shapes)
@@ -160,6 +181,53 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
         same(list(stream)[-1].result, one)
 
 
+EVERYBODY = "ngram,suffix,trees,mixed,model"
+
+
+@settings(max_examples=100)
+@given(
+    config=mocks,
+    seed=st.integers(0, 2**32),
+    chunk=st.integers(1, 8),
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from([*EVERYBODY.split(","), EVERYBODY, "none", None]),
+            st.sampled_from([None, 0, 1, 3, 8, 16]),
+            trees,
+            controls,
+            st.sampled_from(["coupled", "coupled", "rejection"]),
+            st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        ),
+        min_size=2,
+        max_size=7,
+    ),
+)
+def test_a_batch_of_all_methods_equals_plain(
+    config: MockConfig, seed: int, chunk: int, asked: list[tuple[Any, ...]]
+) -> None:
+    """Whoever drafts, in whatever shape, beside whomever; jobs under `rejection` are only neighbours."""
+    engine = Engine.load(MockBackend(config), draft=draft_of(EVERYBODY, config), prefill_chunk=chunk, max_batch=5)
+    requests = [
+        Request(
+            prompt=prompt,
+            sampling=SamplingParams(seed=seed, accept=rule, **shape),
+            max_tokens=10,
+            choice=choice,
+            method=method,
+            width=width,
+            tree=tree,
+        )
+        for choice, (method, width, tree, shape, rule, prompt) in enumerate(asked)
+    ]
+    together = engine.generate(requests)
+    plain = engine.generate([replace(request, width=0, method="none", tree=None) for request in requests])
+    for request, result, expected in zip(requests, together, plain, strict=True):
+        consistent(result)
+        if request.sampling.rule == "coupled" or request.sampling.temperature == 0.0:
+            same(result, expected)
+    assert engine.loop.target.num_slots == 0
+
+
 # ---- every stop condition at every position of an accepted block -------------------------------------------------
 
 WIDTH = 5
@@ -169,9 +237,13 @@ LONG = 13  # a first round of 6 tokens, a second of 6, and one more
 
 
 def twin_engine(draft: str = "twin", **changes: Any) -> Engine:
-    """Every draft of the twin is accepted: all stops fall inside a block."""
+    """Every draft of the twin is accepted: all stops fall inside a block. Its trees are deep enough for that, too."""
     config = replace(MockConfig(vocab_size=VOCAB, seed=3), **changes)
-    return Engine.load(MockBackend(config), draft=draft_of(draft, config), width=WIDTH, tokenizer=mock_tokenizer(VOCAB))
+    kind, _, shape = draft.partition("-")
+    width, tree = (16, True) if shape == "tree" else (WIDTH, False)
+    return Engine.load(
+        MockBackend(config), draft=draft_of(kind, config), width=width, tree=tree, tokenizer=mock_tokenizer(VOCAB)
+    )
 
 
 def truth(temperature: float) -> list[int]:
@@ -183,7 +255,7 @@ def text_of(tokens: Sequence[int]) -> str:
     return b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
 
 
-@pytest.mark.parametrize("draft", ["twin", "model"])
+@pytest.mark.parametrize("draft", ["twin", "model", "twin-tree", "model-tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("position", range(LONG))
 class TestStops:

@@ -195,13 +195,13 @@ def naive_chain(lines: list[list[int]], length: int, config: SuffixConfig) -> li
         path = longer
 
 
-@hypothesis_settings(max_examples=150)
+@hypothesis_settings(max_examples=80)
 @given(st.lists(long_tokens, max_size=3), long_tokens, st.integers(1, 12), st.integers(1, 3), st.integers(0, 20))
 def test_suffix_is_what_naive_counting_finds(
     texts: list[list[int]], own: list[int], width: int, least: int, more: int
 ) -> None:
     config = replace(SMALL, min_match=least, max_match=least + more)
-    drafter, job = SuffixDrafter(config), job_of(own[: len(own) // 2])
+    drafter, job = SuffixDrafter(config), job_of(own[: len(own) // 2 + 1])
     for text in texts:
         remember(drafter, text)
     read_all(drafter, job)
@@ -214,7 +214,7 @@ def test_suffix_is_what_naive_counting_finds(
     assert chain(drafter, job, width) == naive_chain(lines, length, config)
 
 
-@hypothesis_settings(max_examples=100)
+@hypothesis_settings(max_examples=60)
 @given(st.lists(long_tokens, max_size=3), long_tokens, st.integers(1, 16), st.sampled_from([0.0, 0.93]))
 def test_suffix_trees_are_the_likeliest_nodes(
     texts: list[list[int]], own: list[int], width: int, smoothing: float
@@ -268,7 +268,7 @@ def test_suffix_goes_as_far_as_justified() -> None:
     assert chain(drafter, job_of([1, *phrase[3:5]]), 16) == phrase[5:9]  # twice as far as two tokens
     assert chain(drafter, job_of([1, *phrase[3:8]]), 16) == phrase[8:18]
     assert chain(drafter, job_of([1, *phrase[3:8]]), 4) == phrase[8:12]
-    assert chain(drafter, job_of([1, phrase[3]]), 16) == []
+    assert chain(drafter, job_of([2, phrase[3]]), 16) == []  # one token is no match
     cautious = SuffixDrafter(SuffixConfig(min_probability=0.6))
     remember(cautious, phrase)
     assert chain(cautious, job_of([1, *phrase[3:6]]), 16) == phrase[6:8]  # 3/4 * 4/5, then * 5/6
@@ -286,6 +286,7 @@ def test_running_requests_of_a_tenant_help_each_other_at_once() -> None:
 # Tenants (R31)
 
 
+@hypothesis_settings(max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), long_tokens), min_size=2, max_size=6), st.booleans(), st.data())
 def test_tenants_never_see_each_other(
     texts: list[tuple[bool, list[int]]], colliding: bool, data: st.DataObject
@@ -368,6 +369,7 @@ def test_memory_stays_bounded_and_sound(seed: int) -> None:
         for job in running:
             text = drafter.lookups[job.id]._text  # type: ignore[attr-defined]
             match = past.find(text.tenant, job.tokens)
+            assert len(set(match.places)) == len(match.places)
             for place, line in zip(match.places, past.after(match.places, 20), strict=True):
                 found = past.text(place)
                 assert found.tenant is text.tenant
@@ -476,6 +478,7 @@ def test_memory_does_not_grow_with_what_was_forgotten() -> None:
 # Rewinding, batches, engines
 
 
+@hypothesis_settings(max_examples=40)
 @given(st.lists(long_tokens, min_size=1, max_size=2), st.data())
 def test_tokens_taken_back_leave_no_trace(texts: list[list[int]], data: st.DataObject) -> None:
     own = data.draw(long_tokens)
@@ -498,6 +501,7 @@ def test_tokens_taken_back_leave_no_trace(texts: list[list[int]], data: st.DataO
             assert tree(drafter, job, width) == tree(fresh, other, width)
 
 
+@hypothesis_settings(max_examples=40)
 @given(st.lists(st.tuples(long_tokens, st.integers(0, 9), st.booleans()), min_size=1, max_size=5))
 def test_a_batch_is_its_jobs_one_by_one(asked: list[tuple[list[int], int, bool]]) -> None:
     jobs = [job_of(tokens, f"tenant {index % 2}") for index, (tokens, _, _) in enumerate(asked)]

@@ -1,10 +1,13 @@
 """The oracles can fail: every trap that earlier implementations fell into is put in on purpose, and is seen.
 
-One test per trap (numbers as in the project's requirements). 5,000 generations show each.
+One test per trap (numbers as in the project's requirements), and the ways a tree can go wrong. 5,000 generations show
+each.
 """
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +16,15 @@ import numpy as np
 import pytest
 
 from outrider.backends.mock import MockBackend
+from outrider.draft import model as draft_model
 from outrider.draft.model import ModelDrafter, Seat
+from outrider.engine import loop
 from outrider.engine.loop import Loop
 from outrider.errors import BackendError
 from outrider.sampling import accept, ops
+from outrider.sampling.branch import Children, DraftRows
 from outrider.sampling.noise import Noise
+from outrider.sampling.tree import TreeLayout, build_tree_layout, reject_tree
 from outrider.sampling.warp import softmax
 from outrider.spec import round as spec_round
 from outrider.types import Drafts, Job, Plan, Scores, Slot
@@ -276,6 +283,121 @@ def test_penalties_that_do_not_see_drafted_ancestors(monkeypatch: Patch) -> None
         patch.setattr(ops.SamplingOps, "_history", forgetful)
 
     assert is_seen(replace(MODEL, controls={"frequency_penalty": 1.0}), mutate, monkeypatch)
+
+
+# Trees
+
+# A poor draft, so that siblings are judged often; siblings of both kinds; certain ones.
+SAMPLED = Case("sampled", width=5, tree=True, draft_config=replace(TARGET, drift=2.5))
+SIBLINGS = Case("siblings", draft="mixed", width=6, tree=True)
+CERTAIN = Case("certain", draft="trees", width=8, tree=True)
+known_to_be_lawful: set[str] = set()
+
+
+def is_seen_in_trees(case: Case, mutate: Callable[[Patch], None], patch: Patch) -> bool:
+    """As `is_seen`, with the law before the mutation measured once for all mutations of a case."""
+    if case.name not in known_to_be_lawful:
+        assert measure(case, GENERATIONS) > SIGNIFICANCE
+        known_to_be_lawful.add(case.name)
+    mutate(patch)
+    return measure(case, GENERATIONS) < SIGNIFICANCE
+
+
+def rewritten(function: Any, old: str, new: str) -> Any:
+    """The function with one piece of its source replaced."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has {old!r} {source.count(old)} times"
+    names = dict(function.__globals__)
+    exec("from __future__ import annotations\n" + source.replace(old, new), names)
+    return names[function.__name__]
+
+
+BY_P = ("* weight < left)", "< softmax(xp, x)[row, token])")
+FROM_P = ("xp.where(replace[:, None], log_rest", "xp.where(replace[:, None], x[row, ...]")
+ONE_NUMBER = ("Stream.ACCEPT, layout.rank", "Stream.ACCEPT, layout.rank * 0")
+FIRST_ONLY = ("xp.where(refuse[:, None], rest", "xp.where((refuse & (weight == 1.0))[:, None], rest")
+TREE_RULES = {
+    "siblings are judged by p": (SAMPLED, *BY_P),
+    "the residual is not normalised": (SAMPLED, "xp.sum(rest, axis=-1), weight)", "weight, weight)"),
+    "the residual of certain drafts is not normalised": (CERTAIN, "weight - left, weight)", "weight, weight)"),
+    "one number for all siblings": (SAMPLED, *ONE_NUMBER),
+}
+MORE_TREE_RULES = {
+    "certain siblings are judged by p": (CERTAIN, *BY_P),
+    "one number for all certain siblings": (CERTAIN, *ONE_NUMBER),
+    "a residual takes too much from what is left": (SIBLINGS, "before - weight[:, None] *", "before -"),
+    "only the first refusal is taken out": (SIBLINGS, *FIRST_ONLY),
+    "the replacement comes from p": (SAMPLED, *FROM_P),
+    "the replacement of certain drafts comes from p": (CERTAIN, *FROM_P),
+    "one number at every depth": (SAMPLED, "positions - 1, Stream.ACCEPT", "positions * 0, Stream.ACCEPT"),
+}
+
+
+@pytest.mark.parametrize("name", [*TREE_RULES, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE_TREE_RULES)])
+def test_the_rule_of_trees(monkeypatch: Patch, name: str) -> None:
+    case, old, new = (TREE_RULES | MORE_TREE_RULES)[name]
+    mutated = rewritten(reject_tree, old, new)
+    assert is_seen_in_trees(case, lambda patch: patch.setattr(ops, "reject_tree", mutated), monkeypatch)
+
+
+def test_every_sibling_reports_the_row_of_the_first(monkeypatch: Patch) -> None:
+    mutated = rewritten(DraftRows.draw, "self._sources(left,", "self._sources(self._x[at, ...],")
+    assert is_seen_in_trees(SAMPLED, lambda patch: patch.setattr(DraftRows, "draw", mutated), monkeypatch)
+
+
+def test_children_are_judged_by_the_row_of_their_parents_sibling(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        def displaced(xp: Any, x: Any, tokens: Any, probs: Any, layout: TreeLayout, *rest: Any) -> Any:
+            own = np.arange(len(x))
+            return reject_tree(xp, x[np.where(layout.sibling >= 0, layout.sibling, own)], tokens, probs, layout, *rest)
+
+        patch.setattr(ops, "reject_tree", displaced)
+
+    assert is_seen_in_trees(SAMPLED, mutate, monkeypatch)
+
+
+def test_trap_16_sampled_children_are_dropped_for_their_own_value(monkeypatch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
+        draw = DraftRows.draw
+
+        def choosy(self: DraftRows, counts: Sequence[int], **settings: Any) -> Children:
+            drawn = draw(self, counts, **settings)
+            likely = [at for at, chance in enumerate(drawn.confidences) if chance > np.log(0.2)]
+            rows, tokens, confidences = ([values[at] for at in likely] for values in drawn[:3])
+            return Children(rows, tokens, confidences, drawn.probs[likely])
+
+        patch.setattr(DraftRows, "draw", choosy)
+
+    assert is_seen_in_trees(SAMPLED, mutate, monkeypatch)
+
+
+def test_the_first_nodes_of_a_tree_stay_in_the_cache(monkeypatch: Patch) -> None:
+    """Instead of those on the path that was kept."""
+    keep = loop.keep
+    monkeypatch.setattr(loop, "keep", lambda target, jobs, paths: keep(target, jobs, {}))
+    with pytest.raises(AssertionError, match="target holds"):
+        measure(SAMPLED, 100)
+
+
+def test_the_first_nodes_of_a_tree_stay_in_the_draft(monkeypatch: Patch) -> None:
+    path = draft_model._path
+    monkeypatch.setattr(draft_model, "_path", lambda *seen: list(range(len(path(*seen)))))
+    with pytest.raises(AssertionError, match="draft holds"):
+        measure(SAMPLED, 100)
+
+
+def test_nodes_are_numbered_as_if_they_were_a_chain(monkeypatch: Patch) -> None:
+    """Noise then belongs to no position: `coupled` does not say what plain decoding says, lawful as it may be."""
+    case = replace(SAMPLED, rule="coupled")
+    plain = [r.token_ids for r in case.engine().generate(replace(case, width=0, tree=False).requests(50))]
+    assert [result.token_ids for result in case.engine().generate(case.requests(50))] == plain
+
+    def flat(*given: Any) -> TreeLayout:
+        layout = build_tree_layout(*given)
+        return layout._replace(depth=(np.arange(len(layout.owner)) - layout.first[layout.owner]).astype(np.int32))
+
+    monkeypatch.setattr(ops, "build_tree_layout", flat)
+    assert [result.token_ids for result in case.engine().generate(case.requests(50))] != plain
 
 
 def test_the_mock_depends_on_the_whole_context() -> None:

@@ -26,7 +26,13 @@ from tiny_heads import save_head
 
 pytestmark = pytest.mark.slow
 METHODS = ("ngram", "suffix", "layerskip", "medusa", "eagle", "eagle3", "model", "suffix,layerskip")
-SHAPES = {"width-1": (1, False), "width-3": (3, False), "width-7": (7, False), "tree-16": (16, True), "auto": (None, None)}
+SHAPES = {
+    "width-1": (1, False),
+    "width-3": (3, False),
+    "width-7": (7, False),
+    "tree-16": (16, True),
+    "auto": (None, None),
+}
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -335,10 +335,10 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
     engine.step = compared
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
         wanted = [plain.generate(prompt, **settings, **sampling).token_ids for prompt in prompts]
-        for _ in range(2):  # the second time the prefixes are known, to target and draft
-            results = engine.generate(prompts, **settings, **sampling)
+        for shape in ({}, {}, {"width": 9, "tree": True}):  # the second time target and draft know the prefixes
+            results = engine.generate(prompts, **settings, **sampling, **shape)
             assert [result.token_ids for result in results] == wanted
-            assert all(result.statistics.acceptance_rate > 0.5 for result in results)
+            assert all(result.statistics.accepted > 10 for result in results)
         engine.loop.target.pages.check()
         assert engine.loop.target.pages.usage.held == 0
     assert num_compared > 40

@@ -4,8 +4,8 @@
     entries   (h0,t1) (h1,t2) (h2,t3) the last one's output guesses t4
     places     1       2       3      entry i lies where token i + 1 does
 
-So what lies in a page is a function of the tokens up to its end, as it is for the target, and prefix hits hold. The entry
-after a hit needs the hidden state of the hit's last token: that one is kept beside each page (`PageEdges`).
+So what lies in a page is a function of the tokens up to its end, as it is for the target, and prefix hits hold. The
+entry after a hit needs the hidden state of the hit's last token: that one is kept beside each page (`PageEdges`).
 
 Drafting goes on with entries of the head's own output, behind the true ones; nobody is told of them, and they are
 written over. A tree of them is read level by level (`attention.build_span`).

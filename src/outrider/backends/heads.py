@@ -47,7 +47,7 @@ class DraftVocabulary:
         assert self.ids is not None
         if not len(self.ids) or int(self.ids.min()) < 0 or int(self.ids.max()) >= num_columns:
             raise ModelFileError(f"{file.path}: its tokens are not all among the target's {num_columns}")
-        if len(self.ids.unique()) < len(self.ids):
+        if len(set(self.ids.tolist())) < len(self.ids):
             raise ModelFileError(f"{file.path}: two of its tokens are the same token of the target")
         if int((self.ids < self._size).sum()) == 0:
             raise ModelFileError(f"{file.path}: none of its tokens is one of the target's {self._size}")

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import TypeVar
 
 from outrider.draft.growth import DEPTH, LEVEL, Read, Sprout, grow
 from outrider.errors import DraftError, RequestError
 from outrider.sampling.branch import Children, DraftRows
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Drafts, Job
+
+T = TypeVar("T")
 
 
 def grow_heads(
@@ -39,9 +42,13 @@ def grow_heads(
         grow_ranked(ops, jobs, rooms, feeds, read, drafts, depth=depth)
     else:
         first, second = Drafts([], None), Drafts([], None)
-        grow(ops, [jobs[i] for i in chains], [rooms[i] for i in chains], [False] * len(chains), read, first)
-        chosen = [[values[index] for index in branching] for values in (jobs, rooms, feeds)]
-        grow_ranked(ops, *chosen, read, second, depth=depth)  # type: ignore[arg-type]
+
+        def pick(values: Sequence[T], members: Sequence[int]) -> list[T]:
+            return [values[index] for index in members]
+
+        grow(ops, pick(jobs, chains), pick(rooms, chains), pick(trees, chains), read, first)
+        chosen = (pick(jobs, branching), pick(rooms, branching), pick(feeds, branching))
+        grow_ranked(ops, *chosen, read, second, depth=depth)
         _join(ops, drafts, [(chains, first), (branching, second)])
 
 
@@ -78,6 +85,7 @@ def grow_ranked(
 ) -> None:
     """Fill `drafts` with a tree of up to rooms[b] tokens for each job; `read` is fed feeds[b] nodes at most."""
     sprouts = [Sprout(job, room, True) for job, room in zip(jobs, rooms, strict=True)]
+    index_of = {id(sprout): index for index, sprout in enumerate(sprouts)}
     while active := [sprout for sprout in sprouts if sprout.wants_more and sprout.depth < depth]:
         drafts.steps += 1
         logits = read(active)
@@ -90,14 +98,14 @@ def grow_ranked(
                 fresh[id(sprout)].append(_add(sprout, token, tip, confidence))
         for sprout in active:
             sprout.depth += 1
-            left = feeds[sprouts.index(sprout)] - len(sprout.fed)
+            left = feeds[index_of[id(sprout)]] - len(sprout.fed)
             sprout.tips = _next_tips(sprout, fresh[id(sprout)], left)
         for row, fault in rows.faults.items():
             sprout = tips[row][0]
             sprout.tips, sprout.room = [], 0
             if not isinstance(fault, RequestError):  # else the request did it to its row: the target's rows will tell
                 error = DraftError(f"the draft failed: {fault.message}", param=fault.param)
-                drafts.faults[sprouts.index(sprout)] = error
+                drafts.faults[index_of[id(sprout)]] = error
     trees = [_cut(sprout) for sprout in sprouts]
     drafts.counts = [len(tokens) for tokens, _ in trees]
     drafts.tokens = ops.integers([token for tokens, _ in trees for token in tokens])

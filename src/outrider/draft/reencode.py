@@ -76,7 +76,7 @@ class ReencodeDrafter:
         seat = self.seats.get(job.id)
         return max(0, len(job.tokens) - (seat.read if seat else 0) - self.chunk)
 
-    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool] = ()) -> Drafts:
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         """One draft pass per draft token, for all jobs that still want one."""
         drafts = Drafts(counts=[], tokens=None)
         started = [
@@ -100,7 +100,7 @@ class ReencodeDrafter:
             seat = self.seats.get(job.id)
             if seat is not None and seat.ahead:
                 self._settle(job, seat)
-            if job.width != 0 and not job.done and self.lag(job) > 0:
+            if (job.width or job.wanted) and not job.done and self.lag(job) > 0:
                 seat = self._seat(job)
                 portion = None if seat is None else self._portion(job, seat)
                 if seat is not None and portion is not None:

@@ -14,6 +14,7 @@ from outrider.backends.base import Backend
 from outrider.config import ModelConfig
 from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.pages import Pages
+from outrider.models import hub
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.gguf import GGUFFile, read_metadata
 from outrider.models.opening import open_model
@@ -56,10 +57,12 @@ def load_draft(draft: Named, config: ModelConfig) -> Loaded:
 
 def fetch_head(name: Named) -> Path:
     """Where the file or folder of a draft head is."""
-    path = Path(name)
-    if path.exists():
-        return path
-    return _fetch(name, "draft")
+    source = ModelSource.parse(name)
+    if source.kind != "hf" or source.file is not None:
+        return _fetch(name, "draft")
+    from outrider.models.heads import FILES
+
+    return hub.fetch_head(source.location, FILES)
 
 
 def _fetch(name: Named, param: str) -> Path:

@@ -181,9 +181,10 @@ class Loop:
         emissions = self._emit(plan, drafts, scores, verdicts)
         sound = [emission for emission in emissions if emission.error is None]
         going = [emission.job for emission in sound if emission.reason is None]
-        if any(drafts.counts):  # without drafts there is nothing to take back
-            self._keep(sound)
+        # The draft first: what it holds ahead under the target's page ids would go with the target's pages.
         self._observe(plan, going, scores, verdicts, times)
+        if any(drafts.counts):  # without drafts there is nothing to take back
+            self._keep([emission for emission in sound if not emission.job.done])
         self._publish(plan, sound)
         self._count(plan, drafts, times, emissions)
         for job, event, _, reason, error, _ in emissions:

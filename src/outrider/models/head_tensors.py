@@ -63,7 +63,7 @@ class _Safetensors:
         self._errors = (SafetensorError, OSError, ValueError, RuntimeError)
         try:
             self._file: Any = safe_open(path, framework="pt")
-            slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 it is not a dict
+            slices = self._slices()
             self.shapes: Mapping[str, Shape] = {name: tuple(one.get_shape()) for name, one in slices.items()}
             self.types: Mapping[str, str] = {name: str(one.get_dtype()) for name, one in slices.items()}
         except self._errors as error:
@@ -75,6 +75,9 @@ class _Safetensors:
         except self._errors as error:
             raise ModelFileError(f"{self.path}: the tensor {name[:80]!r} cannot be read: {_line(error)}") from error
         return tensor
+
+    def _slices(self) -> dict[str, Any]:
+        return {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 it is not a dict
 
 
 class _TorchFile:

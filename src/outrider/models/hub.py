@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def fetch(repository: str, file: str | None) -> Path:
     return path
 
 
+def fetch_head(repository: str, files: Sequence[str]) -> Path:
+    """A draft head: its config and those of `files` that are there. Torch's own files are read as tensors only."""
+    path = _get(repository, None, local_files_only=False, wanted=[*files, "config.json"])
+    if not any((path / name).exists() for name in files):
+        raise ModelSourceError(f"hf:{repository} has none of {', '.join(files)}; name a repository with a draft head")
+    return path
+
+
 def _has_all_shards(path: Path) -> bool:
     index = path / "model.safetensors.index.json"
     if not index.exists():
@@ -48,7 +57,7 @@ def _has_all_shards(path: Path) -> bool:
         return True
 
 
-def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
+def _get(repository: str, file: str | None, *, local_files_only: bool, wanted: Sequence[str] = tuple(WANTED)) -> Path:
     """One file of the repository, or a folder with what is wanted of it."""
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
@@ -60,7 +69,7 @@ def _get(repository: str, file: str | None, *, local_files_only: bool) -> Path:
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file, **options))
-        path = Path(snapshot_download(repository, allow_patterns=WANTED, **options))
+        path = Path(snapshot_download(repository, allow_patterns=list(wanted), **options))
     except Exception as error:  # of the network, the hub or the disk: the library has many
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

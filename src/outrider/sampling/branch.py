@@ -63,12 +63,14 @@ class DraftRows:
             left = x[at, ...]
             tokens = self._choose(left, at, certain)
             chances = logs[at, tokens].tolist()
-            alive = [index for index, chance in enumerate(chances) if chance > -1e30]  # a row may run out of tokens
+            possible = xp.max(left, axis=-1) > -xp.inf  # a row may run out of tokens
+            alive = [index for index, is_possible in enumerate(possible.tolist()) if is_possible]
             for index in alive:
                 drawn.append((rows[index], rank, int(tokens[index])))
                 confidences.append(-(rank + 1.0) if self._by_rank[rows[index]] else chances[index])
             if any(weighed):
-                parts.append(self._sources(left, tokens, [weighed[row] for row in rows])[xp.asarray(alive), ...])
+                sources = self._sources(left, tokens, [weighed[row] for row in rows])
+                parts.append(sources[xp.asarray(alive, dtype=xp.int64, device=x.device), ...])
             x[at, tokens] = -xp.inf
         order = sorted(range(len(drawn)), key=drawn.__getitem__)
         probs = xp.concat(parts)[xp.asarray(order, dtype=xp.int64, device=x.device), ...] if parts else None

@@ -11,7 +11,8 @@ FIRST_GUESS = 0.7  # acceptance of a drafter that nothing is known about
 GUESS_WEIGHT = 4.0  # judged tokens it counts for
 PLACE_WEIGHT = 8.0  # a place differs from the one before it only as far as judged tokens say
 MEMORY = 600.0  # judged tokens a drafter's record remembers
-JOB_WEIGHT = 6.0  # judged tokens after which a request speaks for itself
+JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
+OWN_WEIGHT = 4.0  # and after it was a surprise
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
 RECENT = 0.88  # share of the recent that stays per judged token
 SURPRISE = 2.5  # standard deviations between the recent and the past that mean a change
@@ -25,11 +26,13 @@ class DrafterRecord:
         "_answered",
         "_asked",
         "_by_drafted",
-        "_by_kept",
         "_by_judged",
+        "_by_kept",
         "_by_room",
+        "_deviation",
         "_odds",
         "_outlooks",
+        "_recent",
         "_sums",
         "num_judged",
     )
@@ -40,6 +43,7 @@ class DrafterRecord:
         self._by_room: list[float] = [0.0]
         self._by_drafted: list[float] = [0.0]
         self._asked = self._answered = 0.0
+        self._deviation = self._recent = 0.0
         self.num_judged = 0.0
         self._odds: list[float] = []  # of keeping the token at each place, given those before it
         self._sums: list[float] = []
@@ -62,16 +66,29 @@ class DrafterRecord:
         self._asked += times
         self._answered += times
         self.num_judged += judged * times
-        self._odds = []
-        if self.num_judged > MEMORY:
-            self._fade()
+        self._deviation += (outcome.accepted - self.expected(judged)) * times
+        self._recent += judged * times
 
-    def _fade(self) -> None:
+    def look(self) -> None:
+        """Forget most of the past when it no longer holds."""
+        if self._recent:
+            mean = min(0.99, self.expected(1))
+            if self._deviation**2 > 9.0 * (self._recent * mean * (1.0 - mean) + 0.5):
+                self._fade(min(1.0, self._recent / self.num_judged))
+                self._deviation = self._recent = 0.0
+            elif self._recent > 32.0:
+                self._deviation *= 0.5
+                self._recent *= 0.5
+        if self.num_judged > MEMORY:
+            self._fade(0.5)
+        self._odds = []
+
+    def _fade(self, share: float) -> None:
         for counts in (self._by_judged, self._by_kept, self._by_room, self._by_drafted):
-            counts[:] = [count / 2.0 for count in counts]
-        self._asked /= 2.0
-        self._answered /= 2.0
-        self.num_judged /= 2.0
+            counts[:] = [count * share for count in counts]
+        self._asked *= share
+        self._answered *= share
+        self.num_judged *= share
 
     @property
     def answers(self) -> float:
@@ -123,12 +140,29 @@ class DrafterRecord:
 class JobRecord:
     """One drafter for one request, as what was kept beside what the drafter's record made expect."""
 
-    __slots__ = ("_expected", "_judged", "_kept", "_new", "_recent", "at", "read", "shift")
+    __slots__ = (
+        "_expected",
+        "_judged",
+        "_kept",
+        "_new",
+        "_recent",
+        "_weight",
+        "at",
+        "due",
+        "gap",
+        "is_probed",
+        "read",
+        "shift",
+    )
 
     def __init__(self) -> None:
         self._kept = self._judged = self._expected = 0.0
         self._new = [0.0, 0.0, 0.0]  # kept, judged, expected since it was last looked at
         self._recent = [0.0, 0.0, 0.0]
+        self._weight = JOB_WEIGHT
+        self.due = 0  # the length at which it may be tried again
+        self.gap = 2
+        self.is_probed = False
         self.at = 0  # the request's length then
         self.read = 0  # and when the drafter was last asked: it has read as far as that
         self.shift = 0  # of the log odds against all requests, in steps
@@ -157,6 +191,9 @@ class JobRecord:
             surprised = deviation**2 > SURPRISE**2 * (recent[1] * mean * (1.0 - mean) + 0.5)
             if surprised:
                 self._kept, self._judged, self._expected = recent
+                self._weight = OWN_WEIGHT
+                self.gap = 2
+                self.due = length
             else:
                 self._kept += kept
                 self._judged += judged
@@ -169,7 +206,7 @@ class JobRecord:
         if not self._judged:
             return 1.0
         usual = min(0.995, self._expected / self._judged)
-        own = min(0.995, (self._kept + JOB_WEIGHT * usual) / (self._judged + JOB_WEIGHT))
+        own = min(0.995, (self._kept + self._weight * usual) / (self._judged + self._weight))
         return own * (1.0 - usual) / (usual * (1.0 - own))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-LEAST_CHANCES = (0.0, 0.08, 0.2, 0.35, 0.5, 0.65, 0.8)  # what a token must promise: tried where jobs differ
+LEAST_CHANCES = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85)  # what a token must promise: tried where jobs differ
 
 PassSeconds = Callable[[float], float]  # rows -> seconds
 StepSeconds = Callable[[str, float], float]  # drafter, jobs that draft in the step -> seconds
@@ -51,6 +51,8 @@ class Best(NamedTuple):
 
     rate: float
     rows: float
+    tokens: float
+    draft_s: float
     widths: list[dict[str, int]]
 
 
@@ -72,10 +74,10 @@ def best_choice(
     for asked in [[name] for name in names] + ([names] if len(names) > 1 else []):
         for least in thresholds:
             ladders = [_ladder(name, asked, groups, least, step_s) for name in asked]
-            steps, rate, rows = _climb(ladders, batch, pass_s, most_rows)
+            steps, rate, rows, tokens, draft_s = _climb(ladders, batch, pass_s, most_rows)
             if any(steps) and (best is None or rate > best.rate):
                 limits = dict(zip(asked, steps, strict=True))
-                best = Best(rate, rows, [_widths(group, limits, least) for group in groups])
+                best = Best(rate, rows, tokens, draft_s, [_widths(group, limits, least) for group in groups])
     return best
 
 
@@ -112,10 +114,10 @@ def _ladder(name: str, asked: Sequence[str], groups: Sequence[Group], least: flo
 
 def _climb(
     ladders: Sequence[Ladder], batch: Batch, pass_s: PassSeconds, most_rows: float
-) -> tuple[list[int], float, float]:
+) -> tuple[list[int], float, float, float, float]:
     """The numbers of steps with the best rate: each ladder in turn, twice where there are several."""
     steps = [0] * len(ladders)
-    best_rate = best_rows = 0.0
+    best = (0.0, 0.0, 0.0, 0.0)
     for _ in range(2 if len(ladders) > 1 else 1):
         for index, ladder in enumerate(ladders):
             others = [(at, step) for place, (at, step) in enumerate(zip(ladders, steps, strict=True)) if place != index]
@@ -127,9 +129,10 @@ def _climb(
                 if total_rows > most_rows and step > 1:
                     break
                 rate = (tokens + ladder.tokens[step]) / (pass_s(total_rows) + seconds + ladder.seconds[step])
-                if rate > best_rate:
-                    best_rate, best_rows, steps[index] = rate, total_rows, step
-    return steps, best_rate, best_rows
+                if rate > best[0]:
+                    best = rate, total_rows, tokens + ladder.tokens[step], seconds + ladder.seconds[step]
+                    steps[index] = step
+    return steps, *best
 
 
 def _widths(group: Group, limits: dict[str, int], least: float) -> dict[str, int]:

@@ -21,6 +21,7 @@ GUESSED_STEP = 0.1  # a draft step as a share of a target pass, before one was m
 ENOUGH = 8.0  # judged tokens that make a drafter known
 START = 4  # tokens drafted as long as costs are unknown
 MOST_HOLD = 8  # rounds a decision stands
+MARGIN = 1.02  # drafting must be better than plain by so much
 SHORT = 16  # an answer with fewer tokens to come starts no unknown drafter
 LONG = 1000  # tokens of an answer that count for what may be tried on it
 
@@ -30,7 +31,6 @@ class AdaptiveController:
         self._config = config or WidthConfig()
         self._statistics = statistics
         self._decoding = CostCurve()
-        self._reading = CostCurve()
         self._drafters: dict[str, DrafterRecord] = {}
         self._draft_costs: dict[str, DraftCosts] = {}
         self._jobs: dict[int, dict[str, JobRecord]] = {}
@@ -60,7 +60,7 @@ class AdaptiveController:
         if jobs != self._deciding or not self._is_settled:
             self._hold = 1
         else:
-            self._hold = min(MOST_HOLD, self._hold + 1)
+            self._hold = min(MOST_HOLD, self._hold + 0.25)
         self._deciding, self._rooms, self._rows = list(jobs), list(rooms), rows
         self._left = 0
         self._decide(jobs, rooms, rows)
@@ -69,29 +69,45 @@ class AdaptiveController:
     def _decide(self, jobs, rooms, rows):
         fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
         steady = fed == len(jobs)
-        curve = self._reading if fed > 2 * len(jobs) and self._reading.is_known else self._decoding
-        self._is_settled = self._decoding.knows(0, 1 if len(jobs) == 1 else 2 * len(jobs))
+        curve = self._decoding
+        if len(jobs) == 1:
+            self._is_settled = curve.knows(0, 1) or jobs[0].limit - len(jobs[0].tokens) < 64
+        else:
+            self._is_settled |= curve.knows(0, 2.2 * len(jobs))
         step_s = partial(self._step_s, GUESSED_STEP * curve.seconds(len(jobs)))
         batch = Batch(float(fed), float(len(jobs)))
         self._asks = [room if job.width is not None else () for job, room in zip(jobs, rooms, strict=True)]
         self._reasons = [""] * len(jobs)
         groups, free = self._groups(jobs, rooms, batch, curve.seconds(fed), step_s)
         plain_rate = batch.tokens / (curve.seconds(batch.rows) + batch.draft_s)
-        most_rows = max(2.0 * curve.most_rows, batch.rows + START * len(jobs)) if curve.is_known else batch.rows + 16 * START
+        most_rows = max(2.0 * curve.most_rows, batch.rows + START * len(jobs))
         best = best_choice(groups, batch, curve.seconds, step_s, most_rows)
         if best is None:
             return
-        drafts = best.rate > plain_rate
+        hold = int(self._hold)
+        rate = max(best.rate, plain_rate)
+        bold = best_choice(groups, batch, curve.hopeful, step_s, most_rows)
+        if bold.rate > 1.03 * rate and not curve.knows(bold.rows / 1.1, bold.rows * 1.1):
+            loss = curve.seconds(bold.rows) + bold.draft_s - bold.tokens / rate
+            if loss <= 0.25 * self._allowed(rate, plain_rate):
+                self._spent += max(0.0, loss)
+                best = bold
+                hold = 1
+        drafts = best.rate > MARGIN * plain_rate
         ratio = best.rate / plain_rate
         if drafts and steady and curve.is_known and not self._is_settled:
             for index in free:
                 self._reasons[index] = "measuring what plain decoding costs"
             return
-        reason = f"drafting pays: about {_rounded(ratio)}x of plain" if drafts else f"plain: drafting would give {_rounded(ratio)}x"
+        reason = (
+            f"drafting pays: about {_rounded(ratio)}x of plain"
+            if drafts
+            else f"plain: drafting would give {_rounded(ratio)}x"
+        )
         for group, widths in zip(groups, best.widths, strict=True):
             for index in group.members:
                 self._set(index, rooms[index], widths if drafts else {}, reason)
-        self._left = self._hold - 1
+        self._left = hold - 1
         if drafts and not curve.knows(best.rows * 0.8, best.rows * 1.25):
             self._left = 0
         resting = [index for index in free if not self._asks[index]]
@@ -106,6 +122,8 @@ class AdaptiveController:
         free: list[int] = []
         starters: dict[str, int] = {}
         levels: dict[str, list[int]] = {}
+        for drafter in self._drafters.values():
+            drafter.look()
         for index, (job, room) in enumerate(zip(jobs, rooms, strict=True)):
             if not room:
                 continue
@@ -145,7 +163,9 @@ class AdaptiveController:
                 drafter = self._drafter(name)
                 answers = drafter.answers
                 reach = [answers * length for length in drafter.lengths(width)[:width]]
-                prospects[name] = Prospect(drafter.outlook(shift, width)[:width], reach, 1.0, answers, entry * pass_s / 16)
+                prospects[name] = Prospect(
+                    drafter.outlook(shift, width)[:width], reach, 1.0, answers, entry * pass_s / 16
+                )
             groups[tuple(key)] = Group([index], prospects)
         for name, counts in levels.items():
             batch.draft_s += sum([step_s(name, count) for count in counts])
@@ -154,40 +174,60 @@ class AdaptiveController:
     def _probe(self, jobs, rooms, resting, curve, batch, rate, plain_rate, step_s) -> None:
         """Let some resting jobs draft, as far as the budget goes."""
         pass_s = curve.seconds(batch.rows)
-        allowed = self._config.probing * self._elapsed + self._allowance / rate - self._spent
-        realised = self._balance + 0.015 * self._elapsed + self._allowance / plain_rate
-        allowed = min(allowed, realised)
-        waiting = sorted(resting, key=lambda index: self._staleness(jobs[index], rooms[index][0].drafter, pass_s))
+        allowed = self._allowed(rate, plain_rate)
+        waiting = [
+            index
+            for index in resting
+            if self._record(jobs[index], rooms[index][0].drafter).due <= len(jobs[index].tokens)
+        ]
+        waiting.sort(key=lambda index: self._staleness(jobs[index], rooms[index][0].drafter, pass_s))
+        levels: dict[str, list[int]] = {}
+        rows = batch.rows
         for index in waiting[: max(1, len(jobs) // 4)]:
             job, ask = jobs[index], rooms[index][0]
             name = ask.drafter
             record, drafter = self._record(job, name), self._drafter(name)
             if job.limit - len(job.tokens) < SHORT:
                 continue
+            counts = levels.setdefault(name, [])
+            counts += [0] * (ask.width - len(counts))
             chances = drafter.outlook(record.shift, ask.width)
             answers = drafter.answers
             draft_s = self._read_s(name, len(job.tokens) - record.read)
             gained = judged = 0.0
             best = None
+            pass_s = curve.seconds(rows)
             for width in range(1, ask.width + 1):
                 judged += chances[width - 2] if width > 1 else 1.0
                 gained += chances[width - 1] * answers
-                draft_s += step_s(name, 1.0)
-                loss = max(0.0, curve.seconds(batch.rows + width * answers) + draft_s - pass_s - gained / rate)
+                had = counts[width - 1]
+                draft_s += step_s(name, had + 1.0) - (step_s(name, had) if had else 0.0)
+                loss = max(0.0, curve.seconds(rows + width * answers) + draft_s - pass_s - gained / rate)
                 value = (loss + 0.02 * pass_s / len(jobs)) / judged
                 if best is None or value < best[0]:
                     best = value, width, loss
             _, width, loss = best
-            if loss > allowed:
+            if loss > 0.5 * allowed:
                 return
+            for level in range(width):
+                counts[level] += 1
+            rows += width * answers
             allowed -= loss
+            record.due = len(job.tokens) + record.gap
+            record.gap = min(64, record.gap * 2)
+            record.is_probed = True
             self._spent += loss
             self._left = 0
             self._set(index, rooms[index], {name: width}, "probe")
 
+    def _allowed(self, rate: float, plain_rate: float) -> float:
+        allowed = self._config.probing * self._elapsed + self._allowance / rate - self._spent
+        realised = self._balance + 0.013 * self._elapsed + self._allowance / plain_rate
+        return min(allowed, realised)
+
     def _staleness(self, job: Job, name: str, pass_s: float) -> float:
         unread = len(job.tokens) - self._record(job, name).read
-        return (1.0 + self._read_s(name, unread) / pass_s) / (1.0 + unread)
+        return (0.05 * pass_s + self._read_s(name, unread)) / (1.0 + unread) ** 0.5
 
     def _set(self, index, room, widths, reason) -> None:
         tree = bool(self._deciding[index].tree)
@@ -227,7 +267,7 @@ class AdaptiveController:
         records = self._jobs.get(job.id)
         if records is None:
             records = self._jobs[job.id] = {}
-            self._allowance += 0.01 * min(LONG, job.limit - len(job.tokens))
+            self._allowance += 0.013 * min(LONG, job.limit - len(job.tokens))
         record = records.get(name)
         if record is None:
             record = records[name] = JobRecord()
@@ -240,8 +280,10 @@ class AdaptiveController:
         pass_s = times.score_s + times.judge_s
         seconds = pass_s + times.draft_s
         self._elapsed += seconds
-        curve = self._decoding if times.steady else self._reading
-        curve.add(times.num_fed, pass_s)
+        if times.steady:
+            self._decoding.add(times.num_fed, pass_s)
+        else:
+            self._decoding.hint(times.num_fed, pass_s)
         batch = len(plan.deciding)
         emitted = sum([outcome.emitted for _, outcome in outcomes])
         plain_s = self._decoding.seconds(batch)
@@ -274,6 +316,10 @@ class AdaptiveController:
             judged = outcome.accepted + outcome.refused
             record.add(outcome.accepted, judged, drafter.expected(judged))
             drafter.add(asks[0].width, outcome)
+            if record.is_probed:
+                record.is_probed = False
+                if outcome.accepted > drafter.expected(judged):
+                    record.gap, record.due = 2, 0
             did = work.setdefault(name, [0, 0, 0])
             did[0] = max(did[0], outcome.depth)
             did[1] += outcome.drafted
