@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from outrider.backends.mock import MockBackend
+from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
 
@@ -35,9 +36,15 @@ def check_caches(engine: Engine) -> None:
             assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
             if len(job.tokens) > job.num_prompt:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
+    running = {job.id for job in loop.scheduler.running}
     for drafter in loop.router.drafters.values():
+        for held in ("seats", "states", "lookups"):
+            assert getattr(drafter, held, {}).keys() <= running, f"{drafter.name} keeps {held} of jobs that are over"
         if isinstance(drafter, ModelDrafter):
             check_draft(engine, drafter)
+        elif isinstance(drafter, LayerSkipDrafter):
+            for job in loop.scheduler.running:
+                assert drafter.view.length(job.slot) == job.cached, "what the first layers guessed is still there"
 
 
 def check_draft(engine: Engine, drafter: ModelDrafter) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import stats
@@ -70,14 +70,24 @@ def until(p: Sequence[float], order: Sequence[int], limit: float) -> list[float]
 def joint_law(target: MockBackend, prompt: Sequence[int], params: SamplingParams, length: int) -> np.ndarray:
     """P(t1, ..., t_length | prompt) as an array with one axis per token."""
     size = target.info.vocab_size
+    return enumerated_law(lambda output: target.logits_after([*prompt, *output])[:size], size, prompt, params, length)
+
+
+def enumerated_law(
+    logits_after: Callable[[tuple[int, ...]], Sequence[float]],
+    size: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    length: int,
+) -> np.ndarray:
+    """The same for any model: `logits_after` tells its row after the prompt and an output."""
     law = np.zeros((size,) * length)
 
     def walk(output: tuple[int, ...], chance: float) -> None:
         if len(output) == length:
             law[output] = chance
             return
-        row = target.logits_after([*prompt, *output])[:size]
-        for token, p in enumerate(distribution(row, params, prompt, output)):
+        for token, p in enumerate(distribution(logits_after(output), params, prompt, output)):
             if p > 0:
                 walk((*output, token), chance * float(p))
 

@@ -17,6 +17,7 @@ from outrider.config import MockConfig
 from outrider.draft.base import Drafter
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.engine.engine import Engine
+from outrider.errors import RequestError
 from outrider.types import FinishReason, Request, Result, SamplingParams
 
 from cases import MixedDrafter, TreeDrafter
@@ -32,7 +33,7 @@ def noise_script(vocab: int, salt: int) -> ScriptedDrafter:
     return ScriptedDrafter(script)
 
 
-DRAFTS = ("model", "twin", "forward-only", "scripted", "trees", "mixed", "ngram", "suffix")
+DRAFTS = ("model", "twin", "forward-only", "forgetful", "crowded", "scripted", "trees", "mixed", "ngram", "suffix")
 CHAINS = ("ngram,model", "suffix,trees", "suffix,ngram,mixed,twin", "ngram,suffix,forward-only")
 
 
@@ -45,8 +46,14 @@ def draft_of(kind: str, config: MockConfig) -> str | MockBackend | Drafter | lis
         return {"trees": TreeDrafter, "mixed": MixedDrafter}[kind](config.vocab_size)
     if kind in ("ngram", "suffix"):
         return kind
-    drift = 0.0 if kind == "twin" else 0.8
-    return MockBackend(replace(config, drift=drift, max_rewind=0 if kind == "forward-only" else None))
+    changes: dict[str, Any] = {
+        "model": {},
+        "twin": {"drift": 0.0},
+        "forward-only": {"max_rewind": 0},
+        "forgetful": {"context": 12},
+        "crowded": {"max_slots": 1},
+    }[kind]
+    return MockBackend(replace(config, **{"drift": 0.8, "max_rewind": None, **changes}))
 
 
 mocks = st.builds(
@@ -144,8 +151,8 @@ def test_coupled_and_greedy_equal_plain(
 @settings(max_examples=100)
 @given(
     config=mocks,
-    # suffixes find what was said before, and the draws of "mixed" are its own: both repeat only under `coupled`
-    draft=st.sampled_from([*(kind for kind in DRAFTS if kind not in ("mixed", "suffix")), "ngram,model"]),
+    # The others propose what the past, their own dice or the neighbours say: they repeat only under `coupled`.
+    draft=st.sampled_from([*(kind for kind in DRAFTS if kind not in ("suffix", "mixed", "crowded")), "ngram,model"]),
     width=st.integers(1, 9),
     tree=trees,
     seed=st.integers(0, 2**32),
@@ -179,6 +186,28 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
     streams[0].close()
     for stream, one in zip(streams[1:], alone[1:], strict=True):
         same(list(stream)[-1].result, one)
+
+
+@pytest.mark.parametrize("draft", ["model", "trees"])
+def test_a_processor_that_fails_on_a_branch_that_never_was(draft: str) -> None:
+    """It fails the request where the answer itself comes to such a text, with trees as without."""
+
+    def picky(tokens: Sequence[int], row: Any) -> Any:
+        assert tokens[-2:] != [2, 1], "not this"
+        return row
+
+    config = MockConfig(vocab_size=4, seed=2)
+    engine = Engine.load(MockBackend(config), draft=draft_of(draft, config))
+
+    def outcome(seed: int, **shape: Any) -> str | list[int]:
+        try:
+            return engine.generate([1], seed=seed, processors=[picky], max_tokens=8, **shape).token_ids
+        except RequestError as error:
+            return error.message
+
+    plain = [outcome(seed, width=0) for seed in range(40)]
+    assert {type(one) for one in plain} == {str, list}
+    assert [outcome(seed, width=8, tree=True) for seed in range(40)] == plain
 
 
 EVERYBODY = "ngram,suffix,trees,mixed,model"

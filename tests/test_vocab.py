@@ -303,9 +303,15 @@ letters = st.sampled_from([b"a", b"b", b"c", b"ab", b"ca", b"abc", b"\xc3", b"\x
 vocabularies = st.lists(letters, min_size=2, max_size=6, unique=True)
 
 
-@settings(max_examples=60)
-@given(ours=vocabularies, theirs=vocabularies, padding=st.integers(0, 2), bos=st.booleans(), data=st.data())
-@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+@settings(max_examples=80)
+@given(
+    arrays=st.sampled_from(["numpy", "numpy", "numpy", "torch"]),
+    ours=vocabularies,
+    theirs=vocabularies,
+    padding=st.integers(0, 2),
+    bos=st.booleans(),
+    data=st.data(),
+)
 def test_rows_are_the_drafts_own_through_everything(
     arrays: Any, ours: list[bytes], theirs: list[bytes], padding: int, bos: bool, data: st.DataObject
 ) -> None:
@@ -601,7 +607,7 @@ def test_a_draft_reads_only_what_is_new(kind: str) -> None:
     result = engine.generate(prompt, max_tokens=200, seed=3)
     rounds, passes = result.statistics.rounds, draft.num_passes
     assert not result.statistics.fallbacks.keys() - {"the draft is still reading the prompt"}
-    assert passes <= (3 if kind == "shared" else 4) * rounds + len(prompt) // 16 + 1
+    assert passes <= 3 * rounds + len(prompt) // 16 + 1
     spelled = 2 * (len(prompt) + 200)  # "ab" takes two
     assert draft.num_tokens_fed <= spelled + 4 * rounds
     assert result.statistics.accepted > 20
@@ -686,17 +692,20 @@ def test_the_text_of_a_draft_is_re_encoded() -> None:
     ours = PieceTokenizer([b"a", b"ab", b"b", b"bc", b"c", b"cc"])
     write = partial(first_drafts, Vocabulary.of(ours), theirs)
     # prompt "a" is one token of the draft's, which goes on with b, c, a, b, ...
-    assert write([0, 1, 2, 0, 1, 2, 2, 0, 0], 6) == [3, 1, 5]  # bc ab cc a: the last may become another
-    assert write([0, 1, 2, 0, 1, 2, 2, 2], 4) == [3, 1]  # five are written: bc ab c
-    assert write([0, 1, 2, 0, 1, 2, 2, 2], 1) == [3]  # bc, not the ab of emitted a and drafted b
-    assert write([0, 2, 2, 2, 2, 2], 3) == [5]  # four passes: cc, and a last cc that may go on
+    script = [0, 1, 2, 0, 1, 2, 2, 0, 0]
+    assert write(script, 6) == [3, 1, 5]  # bc ab cc: fewer tokens than it wrote
+    assert write(script, 3) == [3, 0]  # bc a, which more text would make ab
+    assert write(script, 1) == [2]  # b, not the ab of emitted a and drafted b
+    assert write([0, 2, 2, 2, 2, 2], 3) == [5, 4]
     assert write([0] * 9, 5) == [0] * 5
+    longer = Vocabulary([b"a", b"abcabc"])
+    assert first_drafts(Vocabulary.of(ours), longer, [0, 1, 1, 1, 1], 3) == [1, 4, 1]  # enough after one pass: ab c ab
 
 
 def test_half_a_character_is_not_offered() -> None:
     theirs = Vocabulary([b"a", b"\xc3", b"\xa9", b"\xa9\xc3"])
     ours = Vocabulary([b"a", "é".encode(), b"\xc3", b"\xa9"])
-    assert first_drafts(ours, theirs, [0, 1, 2, 1, 2, 0], 2) == [1]  # é, and half of another
+    assert first_drafts(ours, theirs, [0, 1, 2, 1, 2, 0], 3) == [1]  # é, and half of another
     assert first_drafts(ours, theirs, [0, 1, 3, 2, 1, 2], 2) == [1]  # halves in one token
     assert first_drafts(ours, theirs, [0, 1, 1, 1], 1) == []  # it never becomes a character
     # the emitted text ends in half a character, and the draft writes the other half

@@ -168,7 +168,7 @@ class SuffixConfig:
 class WidthConfig:
     """How the engine finds the width that pays: `probing` is the share of the time it may lose by trying others."""
 
-    probing: float = 0.012
+    probing: float = 0.01
 
     def __post_init__(self) -> None:
         check_number(self.probing, "width.probing", 0.0, 1.0, ConfigError)

@@ -69,8 +69,23 @@ def show_methods(
         typer.echo(f"{reading.kind:<16}{reading.way:<34}{numbers}{span}{note}")
 
 
+def show_lookups(quick: bool, as_json: bool) -> None:
+    """What ngram and suffix cost at 8,000 tokens of context and 1,000,000 of past text."""
+    from outrider.bench.lookups import readings
+
+    if not as_json:
+        typer.echo(f"{'':<58}{'median':>9}{'p99':>9}{'range':>20}")
+    for reading in readings(quick=quick):
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+        else:
+            span = f"{reading.low:.4g} - {reading.high:.4g}"
+            typer.echo(f"{reading.name:<58}{reading.median:>9.4g}{reading.p99:>9.4g}{span:>20}  {reading.unit}")
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "engine": show_engine,
     "model": show_model,
     "methods": show_methods,
+    "lookups": show_lookups,
 }

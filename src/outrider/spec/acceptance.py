@@ -9,13 +9,13 @@ from outrider.metrics import Outcome
 
 FIRST_GUESS = 0.7  # acceptance of a drafter that nothing is known about
 GUESS_WEIGHT = 4.0  # judged tokens it counts for
-PLACE_WEIGHT = 8.0  # a place differs from the one before it only as far as judged tokens say
+PLACE_WEIGHT = 16.0  # a place differs from the one before it only as far as judged tokens say
 MEMORY = 600.0  # judged tokens a drafter's record remembers
 JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
-OWN_WEIGHT = 4.0  # and after it was a surprise
+OWN_WEIGHT = 12.0  # and after it was a surprise
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
 RECENT = 0.88  # share of the recent that stays per judged token
-SURPRISE = 2.5  # standard deviations between the recent and the past that mean a change
+SURPRISE = 3.2  # standard deviations between the recent and the past that mean a change
 STEPS = 4  # classes of requests per unit of log odds
 
 
@@ -73,7 +73,7 @@ class DrafterRecord:
         """Forget most of the past when it no longer holds."""
         if self._recent:
             mean = min(0.99, self.expected(1))
-            if self._deviation**2 > 9.0 * (self._recent * mean * (1.0 - mean) + 0.5):
+            if self._deviation**2 > SURPRISE**2 * (self._recent * mean * (1.0 - mean) + 0.5):
                 self._fade(min(1.0, self._recent / self.num_judged))
                 self._deviation = self._recent = 0.0
             elif self._recent > 32.0:

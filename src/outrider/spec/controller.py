@@ -21,7 +21,8 @@ GUESSED_STEP = 0.1  # a draft step as a share of a target pass, before one was m
 ENOUGH = 8.0  # judged tokens that make a drafter known
 START = 4  # tokens drafted as long as costs are unknown
 MOST_HOLD = 8  # rounds a decision stands
-MARGIN = 1.02  # drafting must be better than plain by so much
+UNSURE = 32.0  # judged tokens after which a drafter is known half
+MARGIN = 1.01  # drafting must be better than plain by so much
 SHORT = 16  # an answer with fewer tokens to come starts no unknown drafter
 LONG = 1000  # tokens of an answer that count for what may be tried on it
 
@@ -47,6 +48,7 @@ class AdaptiveController:
         self._left = 0
         self._hold = 1
         self._is_settled = False
+        self._ratio = 1.0
         self._early_s = self._early_passes = 0.0
 
     # ---- choosing
@@ -85,11 +87,12 @@ class AdaptiveController:
         if best is None:
             return
         hold = int(self._hold)
+        self._ratio = best.rate / plain_rate
         rate = max(best.rate, plain_rate)
         bold = best_choice(groups, batch, curve.hopeful, step_s, most_rows)
         if bold.rate > 1.03 * rate and not curve.knows(bold.rows / 1.1, bold.rows * 1.1):
             loss = curve.seconds(bold.rows) + bold.draft_s - bold.tokens / rate
-            if loss <= 0.25 * self._allowed(rate, plain_rate):
+            if loss <= 0.25 * self._allowed(next(iter(bold.widths[0])), rate, plain_rate):
                 self._spent += max(0.0, loss)
                 best = bold
                 hold = 1
@@ -174,18 +177,15 @@ class AdaptiveController:
     def _probe(self, jobs, rooms, resting, curve, batch, rate, plain_rate, step_s) -> None:
         """Let some resting jobs draft, as far as the budget goes."""
         pass_s = curve.seconds(batch.rows)
-        allowed = self._allowed(rate, plain_rate)
-        waiting = [
-            index
-            for index in resting
-            if self._record(jobs[index], rooms[index][0].drafter).due <= len(jobs[index].tokens)
-        ]
+        waiting = [index for index in resting if self._record(jobs[index], rooms[index][0].drafter).due <= len(jobs[index].tokens)]
         waiting.sort(key=lambda index: self._staleness(jobs[index], rooms[index][0].drafter, pass_s))
         levels: dict[str, list[int]] = {}
         rows = batch.rows
+        waiting = [index for index in waiting if self._hope(rooms[index][0], len(resting), batch, curve, step_s) > 1.03 * plain_rate]
         for index in waiting[: max(1, len(jobs) // 4)]:
             job, ask = jobs[index], rooms[index][0]
             name = ask.drafter
+            allowed = self._allowed(name, rate, plain_rate)
             record, drafter = self._record(job, name), self._drafter(name)
             if job.limit - len(job.tokens) < SHORT:
                 continue
@@ -202,28 +202,39 @@ class AdaptiveController:
                 gained += chances[width - 1] * answers
                 had = counts[width - 1]
                 draft_s += step_s(name, had + 1.0) - (step_s(name, had) if had else 0.0)
-                loss = max(0.0, curve.seconds(rows + width * answers) + draft_s - pass_s - gained / rate)
+                total_s = curve.seconds(rows + width * answers) + draft_s
+                loss = max(0.0, total_s - pass_s - gained / rate)
                 value = (loss + 0.02 * pass_s / len(jobs)) / judged
                 if best is None or value < best[0]:
-                    best = value, width, loss
-            _, width, loss = best
-            if loss > 0.5 * allowed:
+                    best = value, width, loss, total_s
+            _, width, loss, total_s = best
+            if loss > (1.0 if loss < 0.3 * total_s else 0.5) * allowed:
                 return
             for level in range(width):
                 counts[level] += 1
             rows += width * answers
-            allowed -= loss
             record.due = len(job.tokens) + record.gap
-            record.gap = min(64, record.gap * 2)
+            record.gap = max(1.0, min(record.gap * 2, loss * len(jobs) / (0.006 * pass_s)))
             record.is_probed = True
             self._spent += loss
             self._left = 0
             self._set(index, rooms[index], {name: width}, "probe")
 
-    def _allowed(self, rate: float, plain_rate: float) -> float:
-        allowed = self._config.probing * self._elapsed + self._allowance / rate - self._spent
-        realised = self._balance + 0.013 * self._elapsed + self._allowance / plain_rate
-        return min(allowed, realised)
+    def _hope(self, ask, num_jobs, batch, curve, step_s) -> float:
+        """Tokens per second if everybody drafted and all drafts were kept."""
+        best, draft_s = 0.0, 0.0
+        step = step_s(ask.drafter, num_jobs)
+        for width in range(1, ask.width + 1):
+            rate = (batch.tokens + num_jobs * width) / (curve.seconds(batch.rows + num_jobs * width) + batch.draft_s + step * width)
+            best = max(best, rate)
+        return best
+
+    def _allowed(self, name: str, rate: float, plain_rate: float) -> float:
+        """Seconds that trying something may cost now."""
+        share = self._config.probing * self._elapsed
+        unsure = max(UNSURE / (UNSURE + self._drafter(name).num_judged), min(1.0, (self._ratio - 0.5) / 0.3))
+        allowance = self._allowance * unsure
+        return min(share + allowance / rate - self._spent, share + allowance / plain_rate + self._balance)
 
     def _staleness(self, job: Job, name: str, pass_s: float) -> float:
         unread = len(job.tokens) - self._record(job, name).read
@@ -255,7 +266,7 @@ class AdaptiveController:
 
     def _step_s(self, guess: float, name: str, jobs: float) -> float:
         costs = self._draft_costs.get(name)
-        return costs.steps.seconds(jobs) if costs is not None and costs.steps.is_known else guess
+        return costs.step_s(jobs, self._decoding) if costs is not None and costs.steps.is_known else guess
 
     def _drafter(self, name: str) -> DrafterRecord:
         record = self._drafters.get(name)
@@ -267,7 +278,7 @@ class AdaptiveController:
         records = self._jobs.get(job.id)
         if records is None:
             records = self._jobs[job.id] = {}
-            self._allowance += 0.013 * min(LONG, job.limit - len(job.tokens))
+            self._allowance += 0.017 * min(LONG, job.limit - len(job.tokens)) / (1.0 + 0.25 * (len(self._jobs) - 1))
         record = records.get(name)
         if record is None:
             record = records[name] = JobRecord()

@@ -42,6 +42,10 @@ class CostCurve:
         """Of the widest pass that was measured."""
         return max([point[0] for point in (*self._points.values(), *self._hints.values())], default=0.0)
 
+    @property
+    def least_rows(self) -> float:
+        return min([point[0] for point in self._points.values()], default=0.0)
+
     def knows(self, least: float, most: float) -> bool:
         """Whether a pass of that many rows was measured."""
         return any(least <= point[0] <= most for point in self._points.values())
@@ -158,6 +162,12 @@ class DraftCosts:
         self.steps = CostCurve()
         self.read_s: float | None = None  # per token read, beyond the first of a step
         self._held_back: list[tuple[float, int, float, int]] = []  # reading rounds, until a step's cost is known
+
+    def step_s(self, jobs: float, passes: CostCurve) -> float:
+        """Of a step for so many jobs; where that was not measured, as the target's passes go."""
+        known = min(max(jobs, self.steps.least_rows), self.steps.most_rows)
+        seconds = self.steps.seconds(known)
+        return seconds if known == jobs else seconds * passes.seconds(jobs) / passes.seconds(known)
 
     def add(self, seconds: float, steps: int, rows: float, unread: int) -> None:
         """A round of `steps` steps with `rows` jobs each on average; `unread` tokens had to be read first."""
