@@ -450,7 +450,7 @@ def measure(
     ]
     outputs = [result.token_ids for result in engine.generate(requests)]
     rate = engine.statistics.acceptance_rate
-    assert count <= 2000 or 0.1 < rate < 0.9, f"{rate} of the drafts are kept: not every branch is taken often"
+    assert count <= 2000 or 0.05 < rate < 0.95, f"{rate} of the drafts are kept: not every branch is taken often"
     return law_p_value(outputs, joint_law(MockBackend(TARGET), PROMPT, params, LENGTH))
 
 

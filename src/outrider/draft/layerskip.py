@@ -27,8 +27,9 @@ class LayerSkipDrafter:
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
+        rooms = [0 if self.lag(job) else width for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.view.info.trees for tree in trees]
-        grow(self.view.ops, jobs, widths, branching, self._read, drafts)
+        grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
         for job in jobs:
             self.forget(job)
         return drafts

@@ -1,9 +1,14 @@
 """What becomes of drafts, learned while serving: how often a drafter answers, how long its proposals are, and how many
-of their tokens are kept, by place; over all requests, and for one request in comparison to that."""
+of their tokens are kept, by place; over all requests, and for one request in comparison to that.
+
+Of a tree, a place is a level: it is kept when one of its nodes is.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
+from typing import NamedTuple
 
 from outrider.metrics import Outcome
 
@@ -11,161 +16,166 @@ FIRST_GUESS = 0.7  # acceptance of a drafter that nothing is known about
 GUESS_WEIGHT = 4.0  # judged tokens it counts for
 PLACE_WEIGHT = 16.0  # a place differs from the one before it only as far as judged tokens say
 MEMORY = 600.0  # judged tokens a drafter's record remembers
+LATELY = 0.94  # share of what is recent to it that stays, per judged token
 JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
 OWN_WEIGHT = 12.0  # and after it was a surprise
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
-RECENT = 0.88  # share of the recent that stays per judged token
+STAYING = 0.88  # the same for a request
 SURPRISE = 3.2  # standard deviations between the recent and the past that mean a change
-STEPS = 4  # classes of requests per unit of log odds
+CLASSES = 4  # of requests, per unit of log odds
+
+
+class Tally(NamedTuple):
+    """Judged places: those kept, all, and those expected to be kept."""
+
+    kept: float = 0.0
+    judged: float = 0.0
+    expected: float = 0.0
+
+    def contradicts(self, mean: float) -> bool:
+        """Whether so many would hardly have been kept by chance."""
+        deviation = self.kept - self.judged * mean
+        return deviation**2 > SURPRISE**2 * (self.judged * mean * (1.0 - mean) + 0.5)
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(self.kept + other.kept, self.judged + other.judged, self.expected + other.expected)
+
+    def times(self, share: float) -> Tally:
+        return Tally(self.kept * share, self.judged * share, self.expected * share)
 
 
 class DrafterRecord:
-    """One drafter over all requests."""
+    """One drafter over all requests, drafting chains or trees. `look` takes in what was added."""
 
     __slots__ = (
         "_answered",
         "_asked",
-        "_by_drafted",
+        "_by_depth",
         "_by_judged",
         "_by_kept",
         "_by_room",
-        "_deviation",
+        "_guess",
+        "_new",
         "_odds",
         "_outlooks",
         "_recent",
         "_sums",
+        "nodes",
         "num_judged",
     )
 
-    def __init__(self) -> None:
-        self._by_judged: list[float] = [0.0]  # rounds by tokens judged, and so on
+    def __init__(self, guess: float = FIRST_GUESS, nodes: float = 1.0) -> None:
+        self._guess = guess
+        self._by_judged: list[float] = [0.0]  # rounds by places judged, and so on
         self._by_kept: list[float] = [0.0]
+        self._by_depth: list[float] = [0.0]
         self._by_room: list[float] = [0.0]
-        self._by_drafted: list[float] = [0.0]
         self._asked = self._answered = 0.0
-        self._deviation = self._recent = 0.0
+        self._new = [0.0, 0.0, 0.0]  # a tally that grows
+        self._recent = Tally()
         self.num_judged = 0.0
-        self._odds: list[float] = []  # of keeping the token at each place, given those before it
-        self._sums: list[float] = []
+        self.nodes = nodes  # tokens of a place: more than one in a tree
+        self._odds: list[float] = []  # of keeping each place, given those before it
+        self._sums: list[float] = []  # expected to be kept of that many judged
         self._outlooks: dict[int, list[float]] = {}
+        self.look()
 
     def add_silence(self) -> None:
         self._asked += 1.0
 
-    def add(self, room: int, outcome: Outcome, times: int = 1) -> None:
-        """A chain was proposed where `room` tokens were asked for."""
-        judged = outcome.accepted + outcome.refused
-        most = max(room, outcome.drafted)
-        if most >= len(self._by_room):
-            for counts in (self._by_judged, self._by_kept, self._by_room, self._by_drafted):
-                counts += [0.0] * (most + 1 - len(counts))
-        self._by_judged[judged] += times
-        self._by_kept[outcome.accepted] += times
-        self._by_room[room] += times
-        self._by_drafted[outcome.drafted] += times
-        self._asked += times
-        self._answered += times
-        self.num_judged += judged * times
-        self._deviation += (outcome.accepted - self.expected(judged)) * times
-        self._recent += judged * times
+    def add(self, width: int, outcome: Outcome, judged: int) -> None:
+        """A proposal where `width` tokens were asked for, of which `judged` places were judged."""
+        if outcome.drafted > outcome.depth or self.nodes > 1.0:
+            self.nodes += 0.2 * (outcome.drafted / outcome.depth - self.nodes)
+        room = max(outcome.depth, round(width / self.nodes))
+        if room >= len(self._by_room):
+            for counts in (self._by_judged, self._by_kept, self._by_depth, self._by_room):
+                counts += [0.0] * (room + 1 - len(counts))
+        self._by_judged[judged] += 1.0
+        self._by_kept[outcome.accepted] += 1.0
+        self._by_depth[outcome.depth] += 1.0
+        self._by_room[room] += 1.0
+        self._asked += 1.0
+        self._answered += 1.0
+        self.num_judged += judged
+        new = self._new
+        new[0] += outcome.accepted
+        new[1] += judged
+        new[2] += self.expected(judged)
 
     def look(self) -> None:
-        """Forget most of the past when it no longer holds."""
-        if self._recent:
-            mean = min(0.99, self.expected(1))
-            if self._deviation**2 > SURPRISE**2 * (self._recent * mean * (1.0 - mean) + 0.5):
-                self._fade(min(1.0, self._recent / self.num_judged))
-                self._deviation = self._recent = 0.0
-            elif self._recent > 32.0:
-                self._deviation *= 0.5
-                self._recent *= 0.5
+        """Settle what the record says, and forget most of the past when it no longer holds."""
+        if self._new[1]:
+            new, self._new = Tally(*self._new), [0.0, 0.0, 0.0]
+            self._recent = recent = self._recent.times(LATELY**new.judged).plus(new)
+            if recent.contradicts(recent.expected / recent.judged):
+                self._fade(min(1.0, recent.judged / self.num_judged))
+                self._recent = Tally()
         if self.num_judged > MEMORY:
             self._fade(0.5)
-        self._odds = []
-
-    def _fade(self, share: float) -> None:
-        for counts in (self._by_judged, self._by_kept, self._by_room, self._by_drafted):
-            counts[:] = [count * share for count in counts]
-        self._asked *= share
-        self._answered *= share
-        self.num_judged *= share
+        judged, kept = _at_least(self._by_judged), _at_least(self._by_kept)
+        share = (sum(kept[1:]) + GUESS_WEIGHT * self._guess) / (sum(judged[1:]) + GUESS_WEIGHT)
+        means = [share]
+        for reached, passed in zip(judged[1:], kept[1:], strict=True):
+            share = (passed + PLACE_WEIGHT * share) / (reached + PLACE_WEIGHT)
+            means.append(share)
+        means = means[1:] or means
+        self._odds = [mean / (1.0 - mean) if mean < 0.999 else 999.0 for mean in means]
+        self._sums = [0.0, *accumulate(means)]
+        self._outlooks = {}
 
     @property
     def answers(self) -> float:
         """How often it has something to say."""
         return (self._answered + 1.0) / (self._asked + 1.0)
 
+    @property
+    def mean(self) -> float:
+        """The share of judged places that are kept."""
+        return self._sums[-1] / (len(self._sums) - 1)
+
     def expected(self, judged: int) -> float:
-        """Tokens kept of the first `judged` ones of a proposal, if each is judged."""
-        if not self._odds:
-            self._settle()
+        """Places kept of the first `judged` ones of a proposal, if each is judged."""
         sums = self._sums
-        return sums[judged] if judged < len(sums) else sums[-1] + (judged + 1 - len(sums)) * self._mean(-1)
+        return sums[judged] if judged < len(sums) else sums[-1] * judged / (len(sums) - 1)
 
     def outlook(self, shift: int, places: int) -> list[float]:
         """For each place the probability that a proposal is kept up to there, for requests of a class (see `shift`)."""
-        if not self._odds:
-            self._settle()
-        known = self._outlooks.get(shift)
-        if known is None or len(known) < places:
-            factor = 2.718281828 ** (shift / STEPS)
+        known = self._outlooks.get(shift, [])
+        if len(known) < places:
+            factor = math.exp(shift / CLASSES)
             odds = [odd * factor for odd in self._odds]
             odds += odds[-1:] * (places - len(odds))
-            known = self._outlooks[shift] = list(accumulate((odd / (1.0 + odd) for odd in odds), lambda p, a: p * a))
-        return known
+            known = list(accumulate((odd / (1.0 + odd) for odd in odds), lambda chance, share: chance * share))
+            self._outlooks[shift] = known
+        return known[:places]
 
-    def lengths(self, places: int) -> list[float]:
-        """For each place how often a proposal goes that far when it may."""
-        room, drafted = _beyond(self._by_room), _beyond(self._by_drafted)
-        shares = [(d + 1.0) / (r + 1.0) for d, r in zip(drafted, room, strict=True)][1:]
-        return shares + (shares[-1:] or [1.0]) * (places - len(shares))
+    def reach(self, places: int) -> list[float]:
+        """For each place how often a proposal goes that far when it may, silence included."""
+        answers, room, depth = self.answers, _at_least(self._by_room), _at_least(self._by_depth)
+        shares = [answers * (deep + 1.0) / (wide + 1.0) for deep, wide in zip(depth, room, strict=True)][1:] or [answers]
+        return (shares + shares[-1:] * (places - len(shares)))[:places]
 
-    def _mean(self, place: int) -> float:
-        odd = self._odds[place]
-        return odd / (1.0 + odd)
-
-    def _settle(self) -> None:
-        judged, kept = _beyond(self._by_judged), _beyond(self._by_kept)
-        share = (sum(kept[1:]) + GUESS_WEIGHT * FIRST_GUESS) / (sum(judged[1:]) + GUESS_WEIGHT)
-        means = []
-        for reached, passed in zip(judged[1:], kept[1:], strict=True):
-            share = (passed + PLACE_WEIGHT * share) / (reached + PLACE_WEIGHT)
-            means.append(share)
-        means = means or [share]
-        self._odds = [mean / (1.0 - mean) if mean < 0.999 else 999.0 for mean in means]
-        self._sums = [0.0, *accumulate(means)]
-        self._outlooks = {}
+    def _fade(self, share: float) -> None:
+        for counts in (self._by_judged, self._by_kept, self._by_depth, self._by_room):
+            counts[:] = [count * share for count in counts]
+        self._asked *= share
+        self._answered *= share
+        self.num_judged *= share
 
 
 class JobRecord:
     """One drafter for one request, as what was kept beside what the drafter's record made expect."""
 
-    __slots__ = (
-        "_expected",
-        "_judged",
-        "_kept",
-        "_new",
-        "_recent",
-        "_weight",
-        "at",
-        "due",
-        "gap",
-        "is_probed",
-        "read",
-        "shift",
-    )
+    __slots__ = ("_new", "_past", "_recent", "_weight", "at", "read", "shift")
 
-    def __init__(self) -> None:
-        self._kept = self._judged = self._expected = 0.0
-        self._new = [0.0, 0.0, 0.0]  # kept, judged, expected since it was last looked at
-        self._recent = [0.0, 0.0, 0.0]
+    def __init__(self, at: int) -> None:
+        self._new = [0.0, 0.0, 0.0]  # a tally that grows
+        self._recent = self._past = Tally()
         self._weight = JOB_WEIGHT
-        self.due = 0  # the length at which it may be tried again
-        self.gap = 2
-        self.is_probed = False
-        self.at = 0  # the request's length then
+        self.at = at  # the request's length at the last look
         self.read = 0  # and when the drafter was last asked: it has read as far as that
-        self.shift = 0  # of the log odds against all requests, in steps
+        self.shift = 0  # of the log odds against all requests, in classes
 
     def add(self, kept: int, judged: int, expected: float) -> None:
         new = self._new
@@ -175,51 +185,32 @@ class JobRecord:
 
     def look(self, length: int) -> bool:
         """Take in what is new at a length of the request. True when that was a surprise."""
-        fading = 0.5 ** ((length - self.at) / HALF_LIFE)
+        self._past = self._past.times(0.5 ** ((length - self.at) / HALF_LIFE))
         self.at = length
-        self._kept *= fading
-        self._judged *= fading
-        self._expected *= fading
-        kept, judged, expected = self._new
-        surprised = False
-        if judged:
-            staying = RECENT**judged
-            recent = self._recent = [old * staying + new for old, new in zip(self._recent, self._new, strict=True)]
+        new, surprised = Tally(*self._new), False
+        if new.judged:
             self._new = [0.0, 0.0, 0.0]
-            mean = _shifted(recent[2] / recent[1], self._factor())
-            deviation = recent[0] - recent[1] * mean
-            surprised = deviation**2 > SURPRISE**2 * (recent[1] * mean * (1.0 - mean) + 0.5)
+            self._recent = recent = self._recent.times(STAYING**new.judged).plus(new)
+            factor, usual = self._factor(), recent.expected / recent.judged
+            mean = usual * factor / (1.0 - usual + usual * factor)
+            surprised = recent.contradicts(mean)
             if surprised:
-                self._kept, self._judged, self._expected = recent
-                self._weight = OWN_WEIGHT
-                self.gap = 2
-                self.due = length
+                self._past, self._weight = recent, OWN_WEIGHT
             else:
-                self._kept += kept
-                self._judged += judged
-                self._expected += expected
-        self.shift = _class_of(self._factor())
+                self._past = self._past.plus(new)
+        self.shift = max(-16, min(16, round(CLASSES * math.log(self._factor()))))
         return surprised
 
     def _factor(self) -> float:
         """Odds of this request over those of all."""
-        if not self._judged:
+        kept, judged, expected = self._past
+        if not judged:
             return 1.0
-        usual = min(0.995, self._expected / self._judged)
-        own = min(0.995, (self._kept + self._weight * usual) / (self._judged + self._weight))
+        usual = min(0.995, expected / judged)
+        own = min(0.995, (kept + self._weight * usual) / (judged + self._weight))
         return own * (1.0 - usual) / (usual * (1.0 - own))
 
 
-def _shifted(mean: float, factor: float) -> float:
-    return mean * factor / (1.0 - mean + mean * factor)
-
-
-def _class_of(factor: float) -> int:
-    from math import log
-
-    return max(-16, min(16, round(STEPS * log(factor))))
-
-
-def _beyond(histogram: list[float]) -> list[float]:
+def _at_least(histogram: list[float]) -> list[float]:
     """Rounds with at least as many, for every count."""
     return list(accumulate(reversed(histogram)))[::-1]

@@ -1,4 +1,4 @@
-"""What passes cost, learned while serving: seconds by rows, and what a drafter's steps and reading take.
+"""What passes cost, learned while serving: seconds of a target pass by its rows, of a drafter by the depth it drafts.
 
 A pass can be disturbed only to take longer, so a sample far above what was expected is clipped and one far below is
 believed. Points are kept relative to a common pace: when everything gets slower (longer contexts, a busy machine), the
@@ -11,182 +11,185 @@ import math
 from bisect import bisect_right
 
 EXACT = 48  # passes of more rows share a point with those of about as many
+CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
 PACE = 0.04  # how quickly the common pace follows
-GUESSED_SLOPE = 0.04  # of a pass, per row, as long as only one point is known
-NEAR = 1.1  # passes whose rows differ by no more cost about the same
-OPTIMISM = 0.5  # how much of the last slope is believed beyond the last point: what looks good there gets measured
+FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
+HOPE = 0.5  # share of the last slope that a hopeful guess goes on with
 
 
 class CostCurve:
-    """Seconds of a pass by its rows: never falling, interpolated, and guessed beyond what was seen."""
+    """Seconds by size: never falling, interpolated between what was measured, guessed beyond.
 
-    __slots__ = ("_bold", "_bold_knots", "_hints", "_knots", "_pace", "_points", "_seconds", "_slope")
+    A first point says nothing about the slope: `in_proportion` guesses that half the size costs half the seconds, else
+    that size matters little.
+    """
 
-    def __init__(self) -> None:
-        self._points: dict[int, list[float]] = {}  # rows, or their logarithm -> [rows, seconds / pace, samples]
-        self._hints: dict[int, list[float]] = {}  # [rows, seconds]
+    __slots__ = ("_hints", "_hopeful", "_in_proportion", "_is_settled", "_pace", "_points", "_usual")
+
+    def __init__(self, *, in_proportion: bool = False) -> None:
+        self._in_proportion = in_proportion
+        self._points: dict[int, list[float]] = {}  # class of sizes -> [size, seconds / pace, samples]
+        self._hints: dict[int, list[float]] = {}  # the same, of passes that read prompts
         self._pace = 1.0
-        self._knots: list[float] = []  # rows; empty when points have changed since
-        self._seconds: list[float] = []
-        self._bold_knots: list[float] = []
-        self._bold: list[float] = []
-        self._slope = 0.0
+        self._usual = self._hopeful = Line([], [], 0.0)
+        self._is_settled = False  # whether the lines are those of the points
 
     @property
     def is_known(self) -> bool:
         return bool(self._points)
 
     @property
-    def most_rows(self) -> float:
-        """Of the widest pass that was measured."""
+    def largest(self) -> float:
+        """The largest size of which something is known."""
         return max([point[0] for point in (*self._points.values(), *self._hints.values())], default=0.0)
 
-    @property
-    def least_rows(self) -> float:
-        return min([point[0] for point in self._points.values()], default=0.0)
-
     def knows(self, least: float, most: float) -> bool:
-        """Whether a pass of that many rows was measured."""
+        """Whether a size between these was measured."""
         return any(least <= point[0] <= most for point in self._points.values())
 
-    def hint(self, rows: float, seconds: float) -> None:
-        """A pass that read a prompt: it says something about wider passes than those that were measured."""
-        self._hints[int(8 * math.log(rows + 1.0))] = [rows, seconds]
-        self._knots = []
+    def hint(self, size: float, seconds: float) -> None:
+        """A pass that read a prompt: it tells of larger passes than those that were measured."""
+        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, seconds / self._pace, 0.1]
+        self._is_settled = False
 
-    def add(self, rows: float, seconds: float) -> None:
-        key = int(rows + 0.5) if rows <= EXACT else EXACT + int(8 * math.log(rows / EXACT)) + 1
+    def add(self, size: float, seconds: float) -> None:
+        key = int(size + 0.5) if size <= EXACT else EXACT + 1 + int(CLASSES * math.log(size / EXACT))
         point = self._points.get(key)
-        self._knots = []
         if point is None:
-            if self._points:  # a first sample is the least certain
-                seconds = min(seconds, 4.0 * self.seconds(rows))
-                self._knots = []
-            self._points[key] = [rows, seconds / self._pace, 1.0]
-            return
-        point[0] += (rows - point[0]) * 0.1
-        ratio = seconds / (point[1] * self._pace) if point[1] > 0.0 else 2.0
-        if ratio < 0.5 or point[1] <= 0.0:
+            if self._points:  # the first sample of a point is the least certain
+                seconds = min(seconds, 4.0 * self.seconds(size))
+            self._points[key] = [size, seconds / self._pace, 1.0]
+        elif seconds < 0.5 * point[1] * self._pace or point[1] <= 0.0:
             point[1], point[2] = seconds / self._pace, 1.0
-            return
-        change = min(ratio, 2.0) - 1.0
-        point[2] = min(point[2] + 1.0, MEMORY)
-        point[1] *= 1.0 + change / point[2]
-        if point[2] > 4.0:
-            self._pace *= 1.0 + PACE * change
+        else:
+            change = min(seconds / (point[1] * self._pace), 2.0) - 1.0
+            samples = min(point[2] + 1.0, MEMORY)
+            self._points[key] = [point[0] + 0.1 * (size - point[0]), point[1] * (1.0 + change / samples), samples]
+            if samples > 4.0:
+                self._pace *= 1.0 + PACE * change
+        self._is_settled = False
 
-    def seconds(self, rows: float) -> float:
-        """Of a pass of `rows` rows; a guess of the shape 1 + a little per row when nothing is known."""
-        if not self._knots:
-            if not self._points and not self._hints:
-                return 1.0 + GUESSED_SLOPE * (rows - 1.0)
+    def seconds(self, size: float) -> float:
+        """What it takes; nothing known yet, in units of the smallest size."""
+        if not self._is_settled:
             self._settle()
-        return self._read(self._knots, self._seconds, self._slope, rows)
+        return self._usual.at(size)
 
-    def hopeful(self, rows: float) -> float:
-        """As few seconds as it may take, where it was not measured."""
-        if not self._knots:
-            if not self._points and not self._hints:
-                return 1.0 + GUESSED_SLOPE * (rows - 1.0)
+    def hopeful(self, size: float) -> float:
+        """As little as it may take, where it was not measured."""
+        if not self._is_settled:
             self._settle()
-        return self._read(self._bold_knots, self._bold, self._slope * OPTIMISM, rows)
-
-    def _read(self, knots: list[float], seconds: list[float], slope: float, rows: float) -> float:
-        right = bisect_right(knots, rows)
-        if right == 0:  # at least in proportion, at most as the first known slope says
-            first, cost = knots[0], seconds[0]
-            return max(cost * rows / first, cost - self._first_slope() * (first - rows))
-        if right == len(knots):
-            return seconds[-1] + slope * (rows - knots[-1])
-        low = knots[right - 1]
-        share = (rows - low) / (knots[right] - low)
-        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
-
-    def _first_slope(self) -> float:
-        if len(self._knots) == 1:
-            return GUESSED_SLOPE * self._seconds[0] / (1.0 + GUESSED_SLOPE * (self._knots[0] - 1.0))
-        return (self._seconds[1] - self._seconds[0]) / (self._knots[1] - self._knots[0])
+        return self._hopeful.at(size)
 
     def _settle(self) -> None:
-        """Order the points and pool neighbours that would fall (weighted means)."""
-        pools: list[list[float]] = []  # [seconds, weight, last index]
         points = sorted(self._points.values())
         widest = 1.5 * points[-1][0] if points else 0.0
-        points += sorted([rows, cost / self._pace, 0.1] for rows, cost in self._hints.values() if rows > widest)
-        for index, (_, cost, samples) in enumerate(points):
-            pools.append([cost, samples, index])
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                high = pools.pop()
-                low = pools[-1]
-                weight = low[1] + high[1]
-                low[0], low[1], low[2] = (low[0] * low[1] + high[0] * high[1]) / weight, weight, high[2]
-        self._knots = [point[0] for point in points]
-        self._seconds = []
-        for cost, _, last in pools:
-            self._seconds += [cost * self._pace] * (int(last) + 1 - len(self._seconds))
-        self._slope = self._last_slope()
-        self._bend()
+        points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
+        sizes = [point[0] for point in points]
+        seconds = [cost * self._pace for cost in _never_falling(points)]
+        if not points:
+            sizes, seconds = [1.0], [1.0]
+        slope = self._last_slope(sizes, seconds)
+        self._usual = Line(sizes, seconds, slope)
+        self._hopeful = Line(*_bent(sizes, seconds), HOPE * slope)
+        self._is_settled = True
 
-    def _bend(self) -> None:
-        """In a gap the curve may go on as before, until only a split of the next pass would be quicker: n rows take at
-        least n / m of what m rows take. What looks good there gets measured."""
-        knots, seconds = self._bold_knots, self._bold = list(self._knots), list(self._seconds)
-        for right in range(len(knots) - 1, 0, -1):
-            left, end = knots[right - 1], knots[right]
-            slope = 0.0
-            if right > 1:
-                slope = (seconds[right - 1] - seconds[right - 2]) / (left - knots[right - 2])
-            share = seconds[right] / end
-            if slope < share:
-                bend = (seconds[right - 1] - slope * left) / (share - slope)
-                if left < bend < end:
-                    knots.insert(right, bend)
-                    seconds.insert(right, bend * share)
+    def _last_slope(self, sizes: list[float], seconds: list[float]) -> float:
+        """Beyond the last point: from a point well before it, since neighbours differ by chance."""
+        if len(sizes) == 1:
+            if self._in_proportion:
+                return seconds[0] / sizes[0]
+            return FIRST_SLOPE * seconds[0] / (1.0 + FIRST_SLOPE * (sizes[0] - 1.0))
+        before = max(0, bisect_right(sizes, 0.6 * sizes[-1]) - 1)
+        return (seconds[-1] - seconds[before]) / (sizes[-1] - sizes[before])
 
-    def _last_slope(self) -> float:
-        """Per row, beyond the last point: from a point well before it, since neighbours differ by chance."""
-        knots, seconds = self._knots, self._seconds
-        if len(knots) == 1:
-            return self._first_slope()
-        before = max(0, bisect_right(knots, 0.6 * knots[-1]) - 1)
-        return (seconds[-1] - seconds[before]) / (knots[-1] - knots[before])
+
+class Line:
+    """Seconds at some sizes, straight between them; `slope` goes on beyond the last."""
+
+    __slots__ = ("_seconds", "_sizes", "_slope")
+
+    def __init__(self, sizes: list[float], seconds: list[float], slope: float) -> None:
+        self._sizes = sizes
+        self._seconds = seconds
+        self._slope = slope
+
+    def at(self, size: float) -> float:
+        sizes, seconds = self._sizes, self._seconds
+        right = bisect_right(sizes, size)
+        if right == len(sizes):
+            return seconds[-1] + self._slope * (size - sizes[-1])
+        if right == 0:  # not less than in proportion, not more than the slope that follows says
+            slope = self._slope if len(sizes) == 1 else (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+            return max(seconds[0] * size / sizes[0], seconds[0] - slope * (sizes[0] - size))
+        left = right - 1
+        share = (size - sizes[left]) / (sizes[right] - sizes[left])
+        return seconds[left] + share * (seconds[right] - seconds[left])
+
+
+def _never_falling(points: list[list[float]]) -> list[float]:
+    """The seconds of points in order of size; neighbours that would fall are pooled (weighted means)."""
+    pools: list[list[float]] = []  # [seconds, samples, points]
+    for _, cost, samples in points:
+        pools.append([cost, samples, 1.0])
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            high, low = pools.pop(), pools.pop()
+            weight = low[1] + high[1]
+            pools.append([(low[0] * low[1] + high[0] * high[1]) / weight, weight, low[2] + high[2]])
+    return [cost for cost, _, count in pools for _ in range(int(count))]
+
+
+def _bent(sizes: list[float], seconds: list[float]) -> tuple[list[float], list[float]]:
+    """Between two points the curve may go on as before them until n rows take n / m of what m rows take: less would
+    make m rows in parts quicker than in one pass."""
+    sizes, seconds = list(sizes), list(seconds)
+    for right in range(len(sizes) - 1, 0, -1):
+        left = right - 1
+        slope = (seconds[left] - seconds[left - 1]) / (sizes[left] - sizes[left - 1]) if left else 0.0
+        share = seconds[right] / sizes[right]
+        if slope < share:
+            bend = (seconds[left] - slope * sizes[left]) / (share - slope)
+            if sizes[left] < bend < sizes[right]:
+                sizes.insert(right, bend)
+                seconds.insert(right, bend * share)
+    return sizes, seconds
 
 
 class DraftCosts:
-    """Seconds of one drafter: a step by the jobs that draft in it, and what it takes to read what it has not seen."""
+    """Seconds of one drafter in a round: by depth, for about as many jobs, and for tokens it has not read yet."""
 
-    __slots__ = ("_held_back", "read_s", "steps")
+    __slots__ = ("_by_jobs", "_num_readings", "_reading", "read_s")
 
     def __init__(self) -> None:
-        self.steps = CostCurve()
-        self.read_s: float | None = None  # per token read, beyond the first of a step
-        self._held_back: list[tuple[float, int, float, int]] = []  # reading rounds, until a step's cost is known
+        self._by_jobs: dict[int, tuple[float, CostCurve]] = {}  # class of job counts -> (jobs, seconds by depth)
+        self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
+        self._num_readings = 0
+        self.read_s = 0.0  # per token read
 
-    def step_s(self, jobs: float, passes: CostCurve) -> float:
-        """Of a step for so many jobs; where that was not measured, as the target's passes go."""
-        known = min(max(jobs, self.steps.least_rows), self.steps.most_rows)
-        seconds = self.steps.seconds(known)
-        return seconds if known == jobs else seconds * passes.seconds(jobs) / passes.seconds(known)
+    @property
+    def is_known(self) -> bool:
+        return bool(self._by_jobs)
 
-    def add(self, seconds: float, steps: int, rows: float, unread: int) -> None:
-        """A round of `steps` steps with `rows` jobs each on average; `unread` tokens had to be read first."""
-        if unread > 4 * rows + 4:
-            if not self.steps.is_known:
-                self._held_back = [(seconds, steps, rows, unread)]
-                self.read_s = seconds / unread
+    def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
+        """Of drafting `depth` tokens for each of `jobs` on average. Where that was not measured, as target passes go."""
+        known, curve = min(self._by_jobs.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
+        scale = passes.seconds(jobs) / passes.seconds(known) if known != jobs else 1.0
+        return curve.seconds(depth) * scale
+
+    def add(self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve) -> None:
+        """A round with `depth` steps for `jobs` on average, of which `unread` tokens had to be read first."""
+        if unread > 4.0 * jobs + 4.0:
+            self._reading = (seconds, depth, jobs, unread)
+            if not self.is_known:
+                self.read_s = seconds / unread  # at most
                 return
-            self._add_reading(seconds, steps, rows, unread)
-            return
-        self.steps.add(rows, seconds / steps)
-        while self._held_back:
-            self.read_s = None
-            self._add_reading(*self._held_back.pop())
-
-    def _add_reading(self, seconds: float, steps: int, rows: float, unread: int) -> None:
-        sample = max(0.0, seconds - steps * self.steps.seconds(rows)) / unread
-        self.read_s = (
-            sample
-            if self.read_s is None
-            else self.read_s + 0.3 * (min(sample, 4 * self.read_s + self.steps.seconds(1.0)) - self.read_s)
-        )
+        else:
+            curve = self._by_jobs.setdefault(round(2.0 * math.log2(jobs)), (jobs, CostCurve(in_proportion=True)))[1]
+            curve.add(depth, seconds)
+        if self._reading is not None:
+            seconds, depth, jobs, unread = self._reading
+            self._reading = None
+            self._num_readings = min(self._num_readings + 1, 3)
+            sample = max(0.0, seconds - self.seconds(depth, jobs, passes)) / unread
+            self.read_s += (sample - self.read_s) / self._num_readings

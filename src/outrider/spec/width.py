@@ -107,6 +107,6 @@ class WidthChooser:
             ready = [name for name in job.drafters if job.width is None or self._router.lag(job, name) <= 0]
         except DraftError as error:
             return Choice(error=error)
-        if len(ready) < len(job.drafters):
+        if len(ready) < len(job.drafters) and len(job.tokens) - job.cached == 1:  # else the target is reading it, too
             fallback = READING
         return Choice(tuple(Ask(name, width, tree) for name in ready), fallback)
