@@ -188,6 +188,15 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
         same(list(stream)[-1].result, one)
 
 
+def test_whoever_chooses_the_width_knows_what_the_target_reads() -> None:
+    """A tree was asked for, and the width left to the engine: a target of chains gets chains."""
+    config = MockConfig(vocab_size=8, seed=1, max_rewind=4)
+    engine = Engine.load(MockBackend(config), draft=draft_of("model", config))
+    settings = {"max_tokens": 30, "seed": 3}
+    same(engine.generate([1, 2], tree=True, **settings), engine.generate([1, 2], width=0, **settings))
+    assert engine.loop.statistics.drafted > 0
+
+
 @pytest.mark.parametrize("draft", ["model", "trees"])
 def test_a_processor_that_fails_on_a_branch_that_never_was(draft: str) -> None:
     """It fails the request where the answer itself comes to such a text, with trees as without."""

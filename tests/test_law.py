@@ -129,7 +129,6 @@ def test_suffixes_of_answers_before() -> None:
     assert case.p_value(outputs) > SIGNIFICANCE
 
 
-@pytest.mark.xfail(reason="a proposal sees the judge's noise: what the same seed said before", strict=True)
 @pytest.mark.parametrize(("tree", "count"), [(False, 3_000), pytest.param(True, 6_000, marks=pytest.mark.slow)])
 def test_one_seed_again_and_again_under_rejection(tree: bool, count: int) -> None:
     """Past text may not come from the noise that judges it: the fourth answer to the same request follows the law, too.

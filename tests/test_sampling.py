@@ -37,7 +37,7 @@ GOLDEN = [[-1682487256, 1931281889, -955180625], [-952337866, 1377277455, 114171
 
 def job(vocab: int, prompt: Sequence[int] = (1, 0), output: Sequence[int] = (), **settings: Any) -> Job:
     info = ModelInfo(name="test", vocab_size=vocab, num_columns=vocab, context=1000)
-    intake = Intake(info, None, {"model": ("model",)}, "model", SpeculationConfig(width=4))
+    intake = Intake(info, None, ("none", "model"), "model", SpeculationConfig(width=4))
     made = intake.job(Request(prompt=list(prompt), sampling=SamplingParams(**settings)), "test", 0.0)
     for token in output:
         made.tokens.append(token)

@@ -41,7 +41,7 @@ class SpeculationConfig:
         if self.width is not None:
             require_int(self.width, "width", 0)
         require_int(self.max_width, "max_width", 0)
-        if self.tree not in (None, True, False):
+        if self.tree is not None and not isinstance(self.tree, bool):
             raise ConfigError(f"tree is True, False or None, got {self.tree!r}", param="tree")
 
 

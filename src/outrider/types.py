@@ -149,8 +149,10 @@ class Request:
                 check_whole(getattr(self, name), name, 0, RequestError)
         if self.width is not None and self.max_width is not None:
             raise RequestError("width fixes what max_width caps; give one of them", param="max_width")
-        if self.tree not in (None, True, False):
+        if self.tree is not None and not isinstance(self.tree, bool):
             raise RequestError(f"tree is True, False or None, got {self.tree!r}", param="tree")
+        if self.method is not None and not isinstance(self.method, str):
+            raise RequestError(f"method takes the name of a method, got {self.method!r}", param="method")
         check_whole(self.choice, "choice", 0, RequestError)
         if self.on_token is not None and (not callable(self.on_token) or iscoroutinefunction(self.on_token)):
             raise RequestError(f"on_token takes a plain function, got {self.on_token!r}", param="on_token")
@@ -389,8 +391,8 @@ class Event:
     """What a caller sees of one round: the emitted tokens and where they came from.
 
     The first `accepted` tokens were drafted and kept; the one after them, if any, is the replacement of a refused
-    draft, or the bonus when all of `drafts` were kept, or a plain token when nothing was drafted. `parents` is there
-    when the drafts were a tree (see `Drafts`). The last event of a request carries its `result`.
+    draft, or the bonus when nothing was drafted after the last one kept, or a plain token when nothing was drafted at
+    all. `parents` is there when the drafts were a tree (see `Drafts`). The last event of a request carries its `result`.
     """
 
     request_id: str

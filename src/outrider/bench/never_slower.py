@@ -60,6 +60,7 @@ class Cell:
     curve: str
     batch: int
     jitter: float = 0.0
+    seed: int = 0
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
 from outrider.types import Event, FinishReason, Result
 
-REPORTED = "rounds drafted accepted rejected bonus acceptance_rate tokens_per_round accepted_by_position fallbacks"
+REPORTED = "rounds drafted accepted rejected bonus unread drafters acceptance_rate tokens_per_round accepted_by_position fallbacks"
 
 
 @dataclass(slots=True)
@@ -143,9 +143,9 @@ def summarise(answer: Answer) -> None:
     if counts.drafted:
         lines.append(
             f"{answer.method}: {counts.tokens_per_round:.2f} tokens a round; {counts.drafted} drafted, "
-            f"{counts.accepted} kept ({counts.acceptance_rate:.0%}), {counts.rejected} replaced, {counts.bonus} bonus"
+            f"{counts.accepted} kept ({counts.acceptance_rate:.0%}), {counts.rejected} refused, {counts.bonus} bonus"
         )
-    lines += [f"fallback, {times} times: {reason}" for reason, times in counts.fallbacks.items()]
+    lines += [f"fallback ({times}x): {reason}" for reason, times in counts.fallbacks.items()]
     if counts.advice:
         lines.append(counts.advice)
     for text in lines:

@@ -29,9 +29,11 @@ class LayerSkipDrafter:
         drafts = Drafts(counts=[], tokens=None)
         rooms = [0 if self.lag(job) else width for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.view.info.trees for tree in trees]
-        grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
-        for job in jobs:
-            self.forget(job)
+        try:
+            grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
+        finally:
+            for job in jobs:
+                self.forget(job)
         return drafts
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:

@@ -54,10 +54,15 @@ class SuffixDrafter(LookupDrafter):
         self.past = Past(self.config)
 
     def open(self, job: Job) -> Lookup:
-        return SuffixLookup(self.config, self.past, job.request.tenant)
+        tenant = job.request.tenant
+        if job.rule == "rejection" and job.params.seed is not None:
+            # A seed may come again, and what it said before was made by the noise that will judge: no proposal may see
+            # that under `rejection`. Such a request keeps to its own text.
+            tenant = f"{tenant}\0{job.id}"
+        return SuffixLookup(self.config, self.past, tenant)
 
     def reads(self, job: Job) -> bool:
-        return True  # plain answers are past text too
+        return True  # of the jobs in a pass with one that it drafts for; plain answers are past text too
 
 
 class SuffixLookup:

@@ -113,7 +113,8 @@ def _load(
     elif config.backend == "mock":
         raise ConfigError(f"{target} is no mock; name one of the mocks, or another backend", param="backend")
     else:
-        whole, *loaded = load_models(target, names, config)
+        may_share = [spec.method == "model" for spec in specs if spec.method in ("model", "reencode")]
+        whole, *loaded = load_models(target, names, may_share, config)
         first = Target(whole.backend, whole.tokenizer)
     models = iter(loaded)
     return first, [next(models) if spec.method in ("model", "reencode") else None for spec in specs]
@@ -145,7 +146,7 @@ def _drafter(
     if spec.method == "reencode":
         return ReencodeDrafter(model.backend, _translation(backend, ours, model), chunk=chunk)
     same_size = model.backend.info.vocab_size == backend.info.vocab_size
-    if same_size and mean_the_same(ours, model.tokenizer):  # type: ignore[arg-type]
+    if model.shares_slots or (same_size and mean_the_same(target.tokenizer, model.tokenizer)):
         return ModelDrafter(model.backend, chunk=chunk, shares_slots=model.shares_slots)
     translated = TranslatedBackend(model.backend, _translation(backend, ours, model))
     return TranslatedDrafter(translated, chunk=chunk)

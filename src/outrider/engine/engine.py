@@ -49,7 +49,7 @@ class Engine:
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
-        router, speculation = Router(drafters, self.clock), speculation or SpeculationConfig()
+        router, speculation = Router(drafters, target.info, self.clock), speculation or SpeculationConfig()
         self.loop = Loop(
             target,
             router,
@@ -317,8 +317,8 @@ class Engine:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What requests may ask for as their `method`."""
-        return tuple(self.loop.router.methods)
+        """What requests may ask for as their `method`; several with commas are tried in turn."""
+        return self.loop.router.methods
 
     @property
     def is_ready(self) -> bool:

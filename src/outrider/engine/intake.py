@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -31,7 +31,7 @@ class Intake:
         self,
         info: ModelInfo,
         tokenizer: Tokenizer | None,
-        methods: Mapping[str, tuple[str, ...]],
+        methods: Sequence[str],
         method: str,
         speculation: SpeculationConfig,
     ) -> None:
@@ -133,17 +133,19 @@ class Intake:
     def _drafters(self, request: Request) -> tuple[str, ...]:
         """Who drafts for the request."""
         method = self._method if request.method is None else request.method
-        if method not in self._methods:
-            offered = " or ".join(sorted(self._methods, key=lambda name: name != "none"))
+        names = [name.strip() for name in method.split(",")] if isinstance(method, str) else [method]
+        if not all(name in self._methods for name in names) or ("none" in names and len(names) > 1):
+            offered = " or ".join(self._methods)
+            cure = "; load a draft with draft=" if self._method == "none" else ""
             raise UnknownMethodError(
-                f"this engine drafts by {self._method}, not by {method!r}; ask for {offered}", param="method"
+                f"this engine drafts by {self._method}, not by {method!r}; ask for {offered}{cure}", param="method"
             )
         if self._method == "none" and request.width:
             raise RequestError(
                 f"width={request.width} needs a draft and this engine has none; load one with draft=, or drop width",
                 param="width",
             )
-        return self._methods[method]
+        return tuple(dict.fromkeys(name for name in names if name != "none"))
 
     def _shape(self, request: Request) -> tuple[int | None, int | None, bool | None]:
         """Width, cap and tree of the request, or else the engine's."""

@@ -19,6 +19,7 @@ from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.gguf import GGUFFile, read_metadata
 from outrider.models.opening import open_model
 from outrider.models.source import ModelSource
+from outrider.tokenizer.base import Tokenizer
 from outrider.tokenizer.build import tokenizer_from_metadata
 from outrider.tokenizer.folder import tokenizer_from_folder
 from outrider.tokenizer.text import TextTokenizer
@@ -43,16 +44,19 @@ class Loaded(NamedTuple):
     shares_slots: bool = False
 
 
-def load_models(target: Named, drafts: Sequence[Named], config: ModelConfig) -> list[Loaded]:
-    """The target and its draft models. All files are looked at before any is read."""
+def load_models(target: Named, drafts: Sequence[Named], may_share: Sequence[bool], config: ModelConfig) -> list[Loaded]:
+    """The target and its draft models. All files are looked at before any is read.
+
+    may_share: drafts that can use the target's slots, if they have its vocabulary.
+    """
     paths = [_fetch(target, "target"), *(_fetch(draft, "draft") for draft in drafts)]
-    return _adapt(paths, config) if config.backend == "hf" else _load(paths, config)
+    return _adapt(paths, config) if config.backend == "hf" else _load(paths, config, [True, *may_share])
 
 
 def load_draft(draft: Named, config: ModelConfig) -> Loaded:
     """A draft model for a target that is here already."""
     path = _fetch(draft, "draft")
-    return (_adapt if config.backend == "hf" else _load)([path], config)[0]
+    return _adapt([path], config)[0] if config.backend == "hf" else _load([path], config, [True])[0]
 
 
 def fetch_head(name: Named) -> Path:
@@ -81,7 +85,7 @@ def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | N
     return tokenizer_from_metadata(metadata, path) if "tokenizer.ggml.model" in metadata else None
 
 
-def _load(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
+def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool]) -> list[Loaded]:
     """Models that our own backends run, the target first. Transformers of its vocabulary share its pages."""
     files = [open_model(path) for path in paths]
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
@@ -92,7 +96,8 @@ def _load(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
         for file, tokenizer in zip(files, tokenizers, strict=True)
     ]
     shares = [
-        isinstance(files[0].spec, TransformerSpec)
+        may_share[index]
+        and isinstance(files[0].spec, TransformerSpec)
         and isinstance(file.spec, TransformerSpec)
         and sizes[index] == sizes[0]
         and mean_the_same(tokenizers[0], tokenizers[index])
@@ -110,10 +115,10 @@ def _load(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
     return loaded
 
 
-def mean_the_same(ours: TextTokenizer | None, theirs: TextTokenizer | None) -> bool:
+def mean_the_same(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
     """Whether ids of one mean the same in the other. A handful of renamed special tokens does no harm; what came without
     a tokenizer is taken at its word."""
-    if ours is None or theirs is None or ours is theirs:
+    if not isinstance(ours, TextTokenizer) or not isinstance(theirs, TextTokenizer) or ours is theirs:
         return True
     return ours.vocab_size == theirs.vocab_size and ours.num_different(theirs) <= ours.vocab_size // 100
 

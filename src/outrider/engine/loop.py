@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.clock import Clock
 from outrider.config import SchedulerConfig
 from outrider.engine.commit import take
-from outrider.errors import BackendError, DraftError, OutriderError
+from outrider.errors import BackendError, OutriderError
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
 from outrider.spec.round import emitted, judge, keep, publish, score, slot_of
@@ -265,10 +266,10 @@ class Loop:
     def _observe(self, plan: Plan, going: list[Job], scores: Scores, verdicts: Verdicts, times: PassTimes) -> None:
         """The drafter rewinds, catches up and learns; the time it takes is drafting time."""
         started = self.clock.now()
-        try:
-            times.draft_steps += self.router.observe(plan, scores, verdicts)
-        except DraftError as error:
-            self._fail_jobs([job for job in plan.reading + going if job.drafters], error)
+        steps, faults = self.router.observe(plan, scores, verdicts)
+        times.draft_steps += steps
+        for name, error in faults.items():
+            self._fail_jobs([job for job in plan.reading + going if name in job.drafters], error)
         times.draft_s += self.clock.now() - started
         times.drafters = self.router.seconds
 
@@ -326,7 +327,7 @@ class Loop:
         self.scheduler.remove(job)
         slot, job.slot = job.slot, None
         givings: list[Callable[[], None]] = [
-            lambda: self.router.forget(job),
+            *(partial(drafter.forget, job) for drafter in self.router.drafters.values()),
             lambda: self.width.controller.forget(job),
         ]
         if slot is not None:

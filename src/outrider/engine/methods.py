@@ -52,6 +52,7 @@ METHODS = {
     ),
 }
 BARE = ("none", "ngram", "suffix", "layerskip")  # can stand without a value
+WITH_PATH = ("medusa", "eagle", "reencode")
 
 
 class DraftSpec(NamedTuple):
@@ -69,10 +70,11 @@ def parse_drafts(draft: Any) -> list[DraftSpec]:
     if draft is None:
         return []
     if isinstance(draft, str):
-        whole = _exists(draft)  # a path may have commas of its own
+        path = draft.partition(":")[2] if draft.partition(":")[0] in WITH_PATH else draft
+        whole = _exists(path)  # a path may have commas of its own
         specs = [_parse(part.strip()) for part in ([draft] if whole else draft.split(","))]
     elif isinstance(draft, (list, tuple)):
-        specs = [spec for part in draft for spec in parse_drafts(part)]
+        specs = [_parse(part) if isinstance(part, str) else parse_drafts(part)[0] for part in draft]
     elif isinstance(draft, os.PathLike):
         specs = [DraftSpec("model", draft)]
     else:
@@ -92,7 +94,7 @@ def _parse(text: str) -> DraftSpec:
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"layerskip takes a number of layers, got {text!r}; write layerskip:8", param="draft")
         return DraftSpec(name, int(value))
-    if name in ("medusa", "eagle", "reencode") and not _exists(text):
+    if name in WITH_PATH and not _exists(text):
         if not value:
             needed = METHODS[name].needs
             raise ConfigError(f"{name} needs {needed}; write {METHODS[name].written}", param="draft")

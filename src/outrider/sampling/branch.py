@@ -65,8 +65,9 @@ class DraftRows:
             chances = logs[at, tokens].tolist()
             possible = xp.max(left, axis=-1) > -xp.inf  # a row may run out of tokens
             alive = [index for index, is_possible in enumerate(possible.tolist()) if is_possible]
+            values = tokens.tolist()
             for index in alive:
-                drawn.append((rows[index], rank, int(tokens[index])))
+                drawn.append((rows[index], rank, values[index]))
                 confidences.append(-(rank + 1.0) if self._by_rank[rows[index]] else chances[index])
             if any(weighed):
                 sources = self._sources(left, tokens, [weighed[row] for row in rows])

@@ -16,12 +16,12 @@ FIRST_GUESS = 0.7  # acceptance of a drafter that nothing is known about
 GUESS_WEIGHT = 4.0  # judged tokens it counts for
 PLACE_WEIGHT = 16.0  # a place differs from the one before it only as far as judged tokens say
 MEMORY = 600.0  # judged tokens a drafter's record remembers
-LATELY = 0.94  # share of what is recent to it that stays, per judged token
 JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
-OWN_WEIGHT = 12.0  # and after it was a surprise
+OWN_WEIGHT = 12.0  # and after it has changed
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
-STAYING = 0.88  # the same for a request
-SURPRISE = 3.2  # standard deviations between the recent and the past that mean a change
+CHANGE = 8.0  # factor between the odds of two states
+EVIDENCE = 6.0  # of a change, in log likelihood, for a request
+ALL_EVIDENCE = 8.0  # for a drafter, whose requests differ
 CLASSES = 4  # of requests, per unit of log odds
 
 
@@ -32,16 +32,38 @@ class Tally(NamedTuple):
     judged: float = 0.0
     expected: float = 0.0
 
-    def contradicts(self, mean: float) -> bool:
-        """Whether so many would hardly have been kept by chance."""
-        deviation = self.kept - self.judged * mean
-        return deviation**2 > SURPRISE**2 * (self.judged * mean * (1.0 - mean) + 0.5)
-
     def plus(self, other: Tally) -> Tally:
         return Tally(self.kept + other.kept, self.judged + other.judged, self.expected + other.expected)
 
     def times(self, share: float) -> Tally:
         return Tally(self.kept * share, self.judged * share, self.expected * share)
+
+
+class Watch:
+    """Notices that acceptance has changed: evidence for other odds than expected piles up (Page's CUSUM), either way."""
+
+    __slots__ = ("_evidence", "_since")
+
+    def __init__(self) -> None:
+        self._evidence = [0.0, 0.0]  # that it has risen, that it has fallen, in log likelihood
+        self._since = [Tally(), Tally()]  # what was judged meanwhile
+
+    def changed(self, new: Tally, mean: float, enough: float) -> Tally | None:
+        """What was judged since the change, if there was one; `mean` of the places were expected to be kept."""
+        mean = min(max(mean, 0.005), 0.995)
+        for side, factor in enumerate((CHANGE, 1.0 / CHANGE)):
+            other = mean * factor / (1.0 - mean + mean * factor)
+            evidence = self._evidence[side] + new.kept * math.log(other / mean)
+            evidence += (new.judged - new.kept) * math.log((1.0 - other) / (1.0 - mean))
+            if evidence <= 0.0:
+                self._evidence[side], self._since[side] = 0.0, Tally()
+                continue
+            since = self._since[side].plus(new)
+            if evidence > enough:
+                self._evidence, self._since = [0.0, 0.0], [Tally(), Tally()]
+                return since
+            self._evidence[side], self._since[side] = evidence, since
+        return None
 
 
 class DrafterRecord:
@@ -58,8 +80,8 @@ class DrafterRecord:
         "_new",
         "_odds",
         "_outlooks",
-        "_recent",
         "_sums",
+        "_watch",
         "nodes",
         "num_judged",
     )
@@ -72,7 +94,7 @@ class DrafterRecord:
         self._by_room: list[float] = [0.0]
         self._asked = self._answered = 0.0
         self._new = [0.0, 0.0, 0.0]  # a tally that grows
-        self._recent = Tally()
+        self._watch = Watch()
         self.num_judged = 0.0
         self.nodes = nodes  # tokens of a place: more than one in a tree
         self._odds: list[float] = []  # of keeping each place, given those before it
@@ -107,10 +129,9 @@ class DrafterRecord:
         """Settle what the record says, and forget most of the past when it no longer holds."""
         if self._new[1]:
             new, self._new = Tally(*self._new), [0.0, 0.0, 0.0]
-            self._recent = recent = self._recent.times(LATELY**new.judged).plus(new)
-            if recent.contradicts(recent.expected / recent.judged):
-                self._fade(min(1.0, recent.judged / self.num_judged))
-                self._recent = Tally()
+            since = self._watch.changed(new, new.expected / new.judged, ALL_EVIDENCE)
+            if since is not None:
+                self._restart(since)
         if self.num_judged > MEMORY:
             self._fade(0.5)
         judged, kept = _at_least(self._by_judged), _at_least(self._by_kept)
@@ -153,8 +174,19 @@ class DrafterRecord:
     def reach(self, places: int) -> list[float]:
         """For each place how often a proposal goes that far when it may, silence included."""
         answers, room, depth = self.answers, _at_least(self._by_room), _at_least(self._by_depth)
-        shares = [answers * (deep + 1.0) / (wide + 1.0) for deep, wide in zip(depth, room, strict=True)][1:] or [answers]
+        shares = [answers * (deep + 1.0) / (wide + 1.0) for deep, wide in zip(depth, room, strict=True)][1:] or [
+            answers
+        ]
         return (shares + shares[-1:] * (places - len(shares)))[:places]
+
+    def _restart(self, since: Tally) -> None:
+        """Only what was judged since a change counts, as if it had been first places."""
+        for counts in (self._by_judged, self._by_kept):
+            counts[:] = [0.0] * max(2, len(counts))
+        self._by_judged[1] = self.num_judged = since.judged
+        self._by_kept[1] = since.kept
+        for counts in (self._by_depth, self._by_room):
+            counts += [0.0] * (len(self._by_judged) - len(counts))
 
     def _fade(self, share: float) -> None:
         for counts in (self._by_judged, self._by_kept, self._by_depth, self._by_room):
@@ -167,11 +199,12 @@ class DrafterRecord:
 class JobRecord:
     """One drafter for one request, as what was kept beside what the drafter's record made expect."""
 
-    __slots__ = ("_new", "_past", "_recent", "_weight", "at", "read", "shift")
+    __slots__ = ("_new", "_past", "_watch", "_weight", "at", "read", "shift")
 
     def __init__(self, at: int) -> None:
         self._new = [0.0, 0.0, 0.0]  # a tally that grows
-        self._recent = self._past = Tally()
+        self._past = Tally()
+        self._watch = Watch()
         self._weight = JOB_WEIGHT
         self.at = at  # the request's length at the last look
         self.read = 0  # and when the drafter was last asked: it has read as far as that
@@ -184,22 +217,20 @@ class JobRecord:
         new[2] += expected
 
     def look(self, length: int) -> bool:
-        """Take in what is new at a length of the request. True when that was a surprise."""
+        """Take in what is new at a length of the request. True when it has changed."""
         self._past = self._past.times(0.5 ** ((length - self.at) / HALF_LIFE))
         self.at = length
-        new, surprised = Tally(*self._new), False
+        new, since = Tally(*self._new), None
         if new.judged:
             self._new = [0.0, 0.0, 0.0]
-            self._recent = recent = self._recent.times(STAYING**new.judged).plus(new)
-            factor, usual = self._factor(), recent.expected / recent.judged
-            mean = usual * factor / (1.0 - usual + usual * factor)
-            surprised = recent.contradicts(mean)
-            if surprised:
-                self._past, self._weight = recent, OWN_WEIGHT
-            else:
+            factor, usual = self._factor(), new.expected / new.judged
+            since = self._watch.changed(new, usual * factor / (1.0 - usual + usual * factor), EVIDENCE)
+            if since is None:
                 self._past = self._past.plus(new)
+            else:
+                self._past, self._weight = since, OWN_WEIGHT
         self.shift = max(-16, min(16, round(CLASSES * math.log(self._factor()))))
-        return surprised
+        return since is not None
 
     def _factor(self) -> float:
         """Odds of this request over those of all."""

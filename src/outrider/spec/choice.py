@@ -90,7 +90,10 @@ def best_choice(
 def hope(groups: Sequence[Group], batch: Batch, pass_s: PassSeconds, draft_s: DraftSeconds) -> float:
     """Tokens per second if all drafts were kept."""
     sure = [
-        Group(group.members, {name: one._replace(chances=[1.0] * len(one.chances)) for name, one in group.prospects.items()})
+        Group(
+            group.members,
+            {name: one._replace(chances=[1.0] * len(one.chances)) for name, one in group.prospects.items()},
+        )
         for group in groups
     ]
     best = best_choice(sure, batch, pass_s, draft_s, float("inf"))

@@ -7,6 +7,7 @@ nothing is known about, if they look good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ MARGIN = 1.01  # drafting must be better than plain by so much: requests that dr
 NOTABLE = 1.03  # what is not known is tried when it may be better by so much
 NEAR = 1.1  # passes whose rows differ by less cost about the same
 LONGEST_HOLD = 8.0  # rounds a decision stands
+SURE = 4.0  # samples of a plain pass
+LONG_AGO = 256  # rounds after which it is measured again
 FIRST_NODES = 3.0  # tokens of a tree's level, before there was one
 CHARGE = 1.0 / 16.0  # catching up is counted in such parts of a pass
 
@@ -85,6 +88,7 @@ class AdaptiveController:
         self._hold = 1.0
         self._is_fresh = False  # made for the round under way
         self._knows_plain = False  # what a pass without drafts costs
+        self._num_rounds = self._plain_round = 0  # so far, and when a pass without drafts was last measured
 
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
         self._is_fresh = True
@@ -103,8 +107,11 @@ class AdaptiveController:
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         pass_s, batch = times.score_s + times.judge_s, len(plan.deciding)
+        self._num_rounds += 1
         if times.steady:
             self._passes.add(times.num_fed, pass_s)
+            if times.num_fed == batch:
+                self._plain_round = self._num_rounds
         elif times.num_fed:
             self._passes.hint(times.num_fed, pass_s)
         if batch:
@@ -153,7 +160,9 @@ class AdaptiveController:
             ]
             views.append(View(index, tuple(offers)))
         draft_s = partial(self._draft_s, FIRST_STEP * passes.seconds(len(jobs)))
-        return Situation(jobs, rooms, batch, views, draft_s, fed == len(jobs), plain_rate(batch, passes.seconds, draft_s))
+        return Situation(
+            jobs, rooms, batch, views, draft_s, fed == len(jobs), plain_rate(batch, passes.seconds, draft_s)
+        )
 
     def _add_fixed(self, batch: Batch, ask: Ask, record: JobRecord) -> None:
         """A job whose width is fixed is part of the batch as it is."""
@@ -176,7 +185,7 @@ class AdaptiveController:
         starters[name] = starters.get(name, 0) + 1
         largest = self._passes.largest
         is_cheap = costs is not None and self._read_s(job, name) * largest < CHEAP * self._passes.seconds(largest)
-        return is_cheap or starters[name] <= max(1, num_jobs // 4)
+        return is_cheap or starters[name] <= math.isqrt(num_jobs)
 
     def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
         width = ask.width if self._knows_plain else min(ask.width, FIRST_WIDTH)
@@ -210,8 +219,24 @@ class AdaptiveController:
         self._left = 0 if is_try else int(self._hold) - 1
         if drafts and not passes.knows(best.rows / NEAR**2, best.rows * NEAR**2):
             self._left = 0
-        if now.is_steady and self._knows_plain and self._budget.is_due:
-            self._probe(now, groups)
+        if now.is_steady and self._knows_plain and self._budget.is_due and not is_try:
+            if drafts and self._doubts_plain(len(now.jobs)):
+                self._measure_plain(now, groups)
+            else:
+                self._probe(now, groups)
+
+    def _doubts_plain(self, num_jobs: int) -> bool:
+        """Whether plain passes were measured too seldom, or too long ago, to be sure that they are slower."""
+        few = self._passes.samples(num_jobs / NEAR, num_jobs * NEAR) < SURE
+        return few or self._num_rounds - self._plain_round > LONG_AGO
+
+    def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
+        pass_s = self._passes.seconds(now.batch.rows)
+        loss = pass_s - now.batch.tokens / now.rate
+        if loss <= 0.5 * self._allowed(now, next(iter(groups[0].prospects))):
+            self._give(groups, [], "measuring what plain decoding costs")
+            self._left = 0
+            self._budget.wait(loss, pass_s)
 
     def _groups(self, now: Situation, *, trees: bool) -> list[Group]:
         """Jobs that promise the same, together."""
@@ -272,7 +297,12 @@ class AdaptiveController:
             return  # not even if all drafts were kept
         pass_s = self._passes.seconds(now.batch.rows)
         waiting = [
-            (round(50.0 * self._read_s(now.jobs[view.index], offer.drafter) / pass_s), -self._unread(view.index, offer.drafter), view.index, offer)
+            (
+                round(50.0 * self._read_s(now.jobs[view.index], offer.drafter) / pass_s),
+                -self._unread(view.index, offer.drafter),
+                view.index,
+                offer,
+            )
             for view in now.views
             for offer in view.offers
             if not any(ask.drafter == offer.drafter for ask in self._asks[view.index])

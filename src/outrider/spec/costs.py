@@ -48,6 +48,10 @@ class CostCurve:
         """Whether a size between these was measured."""
         return any(least <= point[0] <= most for point in self._points.values())
 
+    def samples(self, least: float, most: float) -> float:
+        """How often such sizes were measured, as far as it remembers."""
+        return sum([point[2] for point in self._points.values() if least <= point[0] <= most])
+
     def hint(self, size: float, seconds: float) -> None:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
         self._hints[int(CLASSES * math.log(size + 1.0))] = [size, seconds / self._pace, 0.1]

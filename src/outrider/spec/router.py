@@ -27,7 +27,9 @@ class Router:
     """The drafters of an engine. `method` is what a request gets that names none: one of them, or a list of them with
     commas, of which the first that has something to say drafts."""
 
-    def __init__(self, drafters: Sequence[Drafter], clock: Clock) -> None:
+    def __init__(self, drafters: Sequence[Drafter], target: ModelInfo, clock: Clock) -> None:
+        for drafter in drafters:
+            _check_drafter(drafter, target)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         if len(self.drafters) < len(drafters):
             names = [drafter.name for drafter in drafters]
@@ -39,14 +41,17 @@ class Router:
         self._clock = clock
 
     @property
-    def methods(self) -> dict[str, tuple[str, ...]]:
-        """What requests may ask for, and who drafts then."""
-        return {"none": (), **{name: (name,) for name in self.drafters}, self.method: tuple(self.drafters)}
+    def methods(self) -> tuple[str, ...]:
+        """What requests may ask for, by itself or several with commas."""
+        return ("none", *self.drafters)
 
     def lag(self, job: Job, drafter: str) -> int:
         """Tokens the drafter must still read before it can propose for the job."""
         with blaming(DraftError, f"the {drafter} draft failed"):
-            return self.drafters[drafter].lag(job)
+            lag = self.drafters[drafter].lag(job)
+            if not isinstance(lag, int):
+                raise DraftError(f"the {drafter} draft failed: lag() must return a whole number, got {lag!r}")
+            return lag
 
     def propose(self, target: Backend, plan: Plan) -> Drafts:
         """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for."""
@@ -85,29 +90,43 @@ class Router:
         self._charge(name, started)
         return drafts
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        """The drafters see what came of their proposals. Returns the passes that took."""
-        total = 0
+    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> tuple[int, dict[str, DraftError]]:
+        """The drafters see what came of their proposals. Returns the passes that took, and who failed."""
+        total, faults = 0, {}
         for name, drafter in self.drafters.items():
             if not any(name in job.drafters for job in plan.jobs):
                 continue
             started = self._clock.now()
-            with blaming(DraftError, f"the {name} draft failed"):
-                steps = drafter.observe(plan, scores, verdicts)
-                if not isinstance(steps, int):
-                    raise DraftError(
-                        f"observe() must return the number of passes it made, got {steps!r}; return 0 for none"
-                    )
-            total += steps
+            try:
+                with blaming(DraftError, f"the {name} draft failed"):
+                    steps = drafter.observe(plan, scores, verdicts)
+                    if not isinstance(steps, int):
+                        raise DraftError(
+                            f"observe() must return the number of passes it made, got {steps!r}; return 0 for none"
+                        )
+                total += steps
+            except DraftError as error:
+                faults[name] = error
             self._charge(name, started)
-        return total
-
-    def forget(self, job: Job) -> None:
-        for drafter in self.drafters.values():
-            drafter.forget(job)
+        return total, faults
 
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
+
+
+def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:
+    """A drafter of the caller's own has what will be asked of it."""
+    name, hidden = getattr(drafter, "name", None), getattr(drafter, "hidden", None)
+    if not isinstance(name, str) or not name or "," in name:
+        raise ConfigError(f"a drafter needs a `name`, a text without commas, got {name!r}", param="draft")
+    if not isinstance(hidden, tuple) or not all(isinstance(layer, int) for layer in hidden):
+        raise ConfigError(f"the drafter {name} needs `hidden`, a tuple of layers (() for none), got {hidden!r}")
+    if not all(0 <= layer < target.num_hidden for layer in hidden):
+        raise ConfigError(
+            f"the drafter {name} wants hidden states {hidden} of {target.name}, which offers {target.num_hidden}; "
+            "choose another draft",
+            param="draft",
+        )
 
 
 def _merge(target: Backend, num_jobs: int, parts: Sequence[Part]) -> Drafts:
@@ -144,7 +163,8 @@ def _merge(target: Backend, num_jobs: int, parts: Sequence[Part]) -> Drafts:
 def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> None:
     """Drafts come from plug-ins too: they must fit what was asked for."""
     counts = drafts.counts
-    if len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
+    whole = all(isinstance(count, int) for count in [*counts, drafts.steps])
+    if not whole or len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
         raise DraftError(f"the {name} draft proposed {counts} tokens where {list(widths)} were allowed")
     total, shape = sum(counts), tuple(drafts.tokens.shape)
     if shape != (total,) or "int" not in str(drafts.tokens.dtype):
@@ -157,13 +177,17 @@ def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequ
     for index, parents in drafts.parents.items():
         if not 0 <= index < len(counts) or not trees[index]:
             raise DraftError(f"the {name} draft gave a tree for job {index}, which asked for a chain", param="parents")
-        if len(parents) != counts[index] or not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        if not parents or len(parents) != counts[index] or not all(_follows(*pair) for pair in enumerate(parents)):
             raise DraftError(
                 f"the {name} draft gave parents {parents} for {counts[index]} tokens; each must come after its parent",
                 param="parents",
             )
     if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
         raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
+
+
+def _follows(node: int, parent: object) -> bool:
+    return isinstance(parent, int) and -1 <= parent < node
 
 
 def _check_values(name: str, target: Backend, drafts: Drafts) -> None:
