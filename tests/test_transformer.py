@@ -24,9 +24,8 @@ from outrider.kv.pages import Pages
 from outrider.models.opening import open_model
 from outrider.types import Slot
 
-from tiny import save_folder, save_gguf, tiny
-
 from conftest import drafter_of
+from tiny import save_folder, save_gguf, tiny
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3")
 VOCAB = 101

@@ -201,6 +201,8 @@ class Statistics:
     judge_s: float = 0.0
     wide: WideRounds = field(default_factory=WideRounds)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    widths: dict[int, int] = field(default_factory=dict)  # width the engine chose -> rounds
+    reasons: dict[str, int] = field(default_factory=dict)  # why -> rounds
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
     tempo: Tempo = field(default_factory=Tempo)
 
@@ -233,6 +235,12 @@ class Statistics:
             self.tempo.add(batch, speculative, tokens, times.draft_s + times.score_s + times.judge_s)
             if speculative:
                 self.wide.add_pass(times, batch)
+
+    def add_choice(self, width: int, reason: str) -> None:
+        """The engine chose a width for a round, and says why."""
+        self.widths[width] = self.widths.get(width, 0) + 1
+        if reason:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def add_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
@@ -313,6 +321,8 @@ class Statistics:
             "estimated_speedup": self.estimated_speedup,
             "measured_speedup": self.measured_speedup,
             "fallbacks": dict(self.fallbacks),
+            "widths": dict(sorted(self.widths.items())),
+            "reasons": dict(self.reasons),
             "advice": self.advice,
         }
 

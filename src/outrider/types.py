@@ -392,7 +392,7 @@ class Event:
 
     The first `accepted` tokens were drafted and kept; the one after them, if any, is the replacement of a refused
     draft, or the bonus when nothing was drafted after the last one kept, or a plain token when nothing was drafted at
-    all. `parents` is there when the drafts were a tree (see `Drafts`). The last event of a request carries its `result`.
+    all. `parents` is there when the drafts were a tree (see `Drafts`). The last event of a request has its `result`.
     """
 
     request_id: str

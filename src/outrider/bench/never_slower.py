@@ -1,7 +1,7 @@
-"""Is the chosen width ever slower? Every mix of acceptance, draft cost, pass-cost curve and batch size, in virtual time.
+"""Is the chosen width ever slower? Every mix of acceptance, draft cost, pass cost and batch size, in virtual time.
 
 A cell answers the same requests by width 0, by every fixed width and by the engine's own choice (`auto`), each with a
-fresh engine, and compares the seconds. Draft passes cost `draft_cost` times what the target would need for as many rows,
+fresh engine, and compares the seconds. Draft passes cost `draft_cost` times what the target needs for as many rows,
 reading the prompt and catching up included. What a fixed width does depends on no cost, so it runs once and is priced
 for every curve.
 """
@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,7 @@ def _priced(cell: Cell, width: int) -> float:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> Counter[tuple[int, bool]]:
     """How many passes of how many rows a fixed width makes, of the target and of the draft."""
     passes: Counter[tuple[int, bool]] = Counter()

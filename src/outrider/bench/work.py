@@ -19,7 +19,7 @@ than 40 million before 2028. Residents of the eastern bank asked that the tram k
 since 9,000 people use it every day. The council asked for a second report on the cost of keeping the tram
 running and will vote in March."""
 
-_RECIPE = """Ingredients: 500 g flour, 325 ml water, 10 g salt, 3 g dry yeast. Mix flour, water and yeast and let the dough
+_RECIPE = """Ingredients: 500 g flour, 325 ml water, 10 g salt, 3 g dry yeast. Mix flour, water and yeast and let it
 rest for half an hour. Add the salt, knead for ten minutes, cover the bowl and let it rise for two hours in a
 warm place. Shape a loaf, let it rise for another hour, cut the top, and bake it at 240 degrees for 15 minutes
 and at 200 degrees for 25 more."""
@@ -56,7 +56,7 @@ OWN: Work = {
     "question": ["Which planet has the most moons?", "Who wrote the novel Moby-Dick, and when did it appear?"],
     "maths": [
         "A train leaves at 9:40 and arrives at 13:05. It stops for 25 minutes on the way. How long does it move?",
-        "Anna buys 3 notebooks for 4 euros each and 5 pens for 2 euros each. She pays with 50 euros. What does she get?",
+        "Anna buys 3 notebooks at 4 euros and 5 pens at 2 euros. She pays with 50 euros. What is her change?",
     ],
     "extraction": [
         f"{_MEETING}\n\nQuote the sentence about the treasurer, then the sentence about the mayor.",
@@ -79,10 +79,13 @@ def read_work(path: Path) -> Work:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            work.setdefault(str(entry["category"]), []).append(str(entry["turns"][0]))
+            turns = entry["turns"]
+            if not isinstance(turns, list):
+                raise TypeError(f"turns is {type(turns).__name__}, not a list")
+            work.setdefault(str(entry["category"]), []).append(str(turns[0]))
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ConfigError(
-                f"{path}, line {number}: {type(error).__name__}: {error}; each line is an object with category and turns",
+                f"{path}, line {number}: {type(error).__name__}: {error}; a line is an object with category and turns",
                 param="prompts",
             ) from None
     if not work:

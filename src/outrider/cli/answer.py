@@ -19,7 +19,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
 from outrider.types import Event, FinishReason, Result
 
-REPORTED = "rounds drafted accepted rejected bonus unread drafters acceptance_rate tokens_per_round accepted_by_position fallbacks"
+REPORTED = (
+    "rounds drafted accepted rejected bonus unread acceptance_rate tokens_per_round accepted_by_position drafters widths "
+    "reasons fallbacks advice"
+)
 
 
 @dataclass(slots=True)

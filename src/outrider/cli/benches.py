@@ -83,9 +83,33 @@ def show_lookups(quick: bool, as_json: bool) -> None:
             typer.echo(f"{reading.name:<58}{reading.median:>9.4g}{reading.p99:>9.4g}{span:>20}  {reading.unit}")
 
 
+def show_width(quick: bool, as_json: bool) -> None:
+    """Auto beside plain decoding and the best fixed width, over acceptance, draft cost, pass cost and batch size."""
+    from outrider.bench.never_slower import readings
+
+    worst: dict[str, float] = {}
+    num_cells = num_broken = 0
+    for reading in readings(quick=quick):
+        num_cells += 1
+        num_broken += not reading.holds
+        for name, speed in (("plain decoding", reading.of_plain), ("the best fixed width", reading.of_best)):
+            worst[name] = min(worst.get(name, speed), speed)
+        if as_json:
+            typer.echo(json.dumps({**asdict(reading), "holds": reading.holds}))
+        elif not reading.holds:
+            typer.echo(
+                f"{reading.cell.name}: {reading.of_plain:.3f} of plain, {reading.of_best:.3f} of width "
+                f"{reading.best_width}; chose {dict(reading.widths)}"
+            )
+    if not as_json:
+        least = ", ".join(f"{speed:.3f} of {name}" for name, speed in worst.items())
+        typer.echo(f"{num_cells} cells, {num_broken} below 0.97 of plain or 0.95 of the best; at least {least}")
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "engine": show_engine,
     "model": show_model,
     "methods": show_methods,
     "lookups": show_lookups,
+    "width": show_width,
 }

@@ -152,7 +152,7 @@ def bench(
         str | None,
         typer.Argument(
             help="engine: what the engine costs per token. model: plain decoding and prefill beside transformers. "
-            "methods: acceptance and speed of every way to draft, by kind of work. lookups: what ngram and suffix cost. "
+            "methods: acceptance and speed of every way to draft by kind of work. lookups: what ngram and suffix cost. "
             "width: the grid on which auto must never be slower. Left out: engine, or model with --model."
         ),
     ] = None,

@@ -89,7 +89,7 @@ class EagleDrafter:
         mine = [
             kept
             for kept in kept_rows(plan, scores, verdicts)
-            if self.name in kept.job.drafters and kept.job.width != 0 and len(kept.job.tokens) <= self.head.context
+            if self.name in kept.job.drafters and len(kept.job.tokens) <= self.head.context
         ]
         mine = [kept for kept in mine if self._sit(kept)]
         if not mine:

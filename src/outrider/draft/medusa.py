@@ -67,7 +67,7 @@ class MedusaDrafter:
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         for kept in kept_rows(plan, scores, verdicts):
             job = kept.job
-            if self.name in job.drafters and job.width != 0 and kept.decided:
+            if self.name in job.drafters and kept.decided:
                 state = torch.as_tensor(scores.hidden[self.hidden[0]][kept.rows[-1]])
                 self.states[job.id] = (len(job.tokens), state.clone())
         return 0

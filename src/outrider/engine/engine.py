@@ -25,8 +25,9 @@ from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
 from outrider.errors import NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
+from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
-from outrider.spec.width import Controller, FixedController
+from outrider.spec.width import Controller
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Event, Job, Prompt, Request, Result
 
@@ -55,7 +56,7 @@ class Engine:
             router,
             scheduling or SchedulerConfig(),
             self.clock,
-            controller or FixedController(4),
+            controller or AdaptiveController(statistics=lambda: self.loop.statistics),
             speculation.max_width,
         )
         self._intake = Intake(target.info, tokenizer, router.methods, router.method, speculation)

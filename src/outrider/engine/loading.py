@@ -116,8 +116,8 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
 
 
 def mean_the_same(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
-    """Whether ids of one mean the same in the other. A handful of renamed special tokens does no harm; what came without
-    a tokenizer is taken at its word."""
+    """Whether ids of one mean the same in the other. A handful of renamed special tokens does no harm; what has
+    no tokenizer of its own is taken at its word."""
     if not isinstance(ours, TextTokenizer) or not isinstance(theirs, TextTokenizer) or ours is theirs:
         return True
     return ours.vocab_size == theirs.vocab_size and ours.num_different(theirs) <= ours.vocab_size // 100

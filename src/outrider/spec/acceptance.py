@@ -40,7 +40,7 @@ class Tally(NamedTuple):
 
 
 class Watch:
-    """Notices that acceptance has changed: evidence for other odds than expected piles up (Page's CUSUM), either way."""
+    """Notices that acceptance has changed: evidence for other odds than expected piles up (Page's CUSUM)."""
 
     __slots__ = ("_evidence", "_since")
 

@@ -1,9 +1,9 @@
-"""The widths with the most expected tokens per second for a batch: arithmetic on what is known, nothing is learned here.
+"""The widths with the most expected tokens per second for a batch: arithmetic on what is known, nothing is learned.
 
     tokens per second = (one token per job + chances of the drafted ones) / (target pass of all rows + drafting)
 
 Draft steps are shared: the second token of every job is drafted in the second step. So a choice is how many steps to
-make, and how likely a token must be to deserve its row; both are tried out, for every drafter alone and for all in turn.
+make, and how likely a token must be to deserve its row; both are tried out, for every drafter alone and all in turn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The width that pays, per request and round, from what was measured: 0 where plain decoding wins.
 
-`acceptance.py` and `costs.py` learn, `choice.py` computes the best widths from that, `budget.py` says what may be tried.
+`acceptance.py` and `costs.py` learn, `choice.py` computes the best widths from it, `budget.py` says what may be tried.
 A decision stands for a few rounds. Requests that rest are tried again now and then, and so are widths and trees that
 nothing is known about, if they look good.
 """
@@ -49,7 +49,7 @@ class Offer(NamedTuple):
 class View(NamedTuple):
     """A job whose width is free."""
 
-    index: int
+    place: int
     offers: tuple[Offer, ...]
 
 
@@ -200,7 +200,7 @@ class AdaptiveController:
         most_rows = max(2.0 * passes.largest, now.batch.rows + FIRST_WIDTH * len(now.jobs))
         best = best_choice(groups, now.batch, passes.seconds, now.draft_s, most_rows)
         for view in now.views:
-            self._reasons[view.index] = "plain: a few others try the draft first"
+            self._reasons[view.place] = "plain: a few others try the draft first"
         if best is None:
             return
         now.rate = best.rate
@@ -220,15 +220,16 @@ class AdaptiveController:
         if drafts and not passes.knows(best.rows / NEAR**2, best.rows * NEAR**2):
             self._left = 0
         if now.is_steady and self._knows_plain and self._budget.is_due and not is_try:
-            if drafts and self._doubts_plain(len(now.jobs)):
+            if drafts and self._doubts_plain(len(now.jobs), ratio):
                 self._measure_plain(now, groups)
             else:
                 self._probe(now, groups)
 
-    def _doubts_plain(self, num_jobs: int) -> bool:
+    def _doubts_plain(self, num_jobs: int, ratio: float) -> bool:
         """Whether plain passes were measured too seldom, or too long ago, to be sure that they are slower."""
-        few = self._passes.samples(num_jobs / NEAR, num_jobs * NEAR) < SURE
-        return few or self._num_rounds - self._plain_round > LONG_AGO
+        if ratio < 1.0 + 4.0 * self._passes.noise:
+            return self._passes.samples(num_jobs / NEAR, num_jobs * NEAR) < SURE
+        return ratio < 2.0 and self._num_rounds - self._plain_round > LONG_AGO
 
     def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
         pass_s = self._passes.seconds(now.batch.rows)
@@ -264,7 +265,7 @@ class AdaptiveController:
         """Something that was not measured and may be better, if it can be afforded."""
         passes = self._passes
         bold = best_choice(groups, now.batch, passes.hopeful, now.draft_s, most_rows)
-        if bold is None or passes.knows(bold.rows / NEAR, bold.rows * NEAR):
+        if bold is None or passes.samples(bold.rows / NEAR, bold.rows * NEAR) > min(SURE, 40.0 * passes.noise):
             return best, False
         rate = max(best.rate, now.plain_rate)
         loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(now, groups, bold) - bold.tokens / rate
@@ -298,15 +299,15 @@ class AdaptiveController:
         pass_s = self._passes.seconds(now.batch.rows)
         waiting = [
             (
-                round(50.0 * self._read_s(now.jobs[view.index], offer.drafter) / pass_s),
-                -self._unread(view.index, offer.drafter),
-                view.index,
+                round(50.0 * self._read_s(now.jobs[view.place], offer.drafter) / pass_s),
+                -self._unread(view.place, offer.drafter),
+                view.place,
                 offer,
             )
             for view in now.views
             for offer in view.offers
-            if not any(ask.drafter == offer.drafter for ask in self._asks[view.index])
-            and now.jobs[view.index].limit - len(now.jobs[view.index].tokens) >= SHORT
+            if not any(ask.drafter == offer.drafter for ask in self._asks[view.place])
+            and now.jobs[view.place].limit - len(now.jobs[view.place].tokens) >= SHORT
         ]
         waiting.sort(key=lambda entry: entry[:3])
         rate, total, first, rows = max(now.rate, now.plain_rate), 0.0, 0.0, now.batch.rows
@@ -334,7 +335,7 @@ class AdaptiveController:
     def _cheapest(
         self, now: Situation, job: Job, offer: Offer, steps: Mapping[str, list[float]], rows: float, rate: float
     ) -> tuple[int, float, float]:
-        """The width that costs the least per token judged, what it loses, and its seconds; others are probed in `steps`."""
+        """The width that costs the least per token judged, what it loses, and its seconds; `steps`: of other probes."""
         drafter, passes = self._drafter(offer.drafter), self._passes
         chances, answers = drafter.outlook(offer.shift, offer.width), drafter.answers
         made = steps.get(offer.drafter, [])
@@ -447,10 +448,12 @@ class AdaptiveController:
         if len(self._reasons) != len(plan.deciding):
             return
         whole = self._statistics() if self._statistics is not None else None
-        for asks, reason in zip(plan.asks, self._reasons, strict=True):
-            width = asks[0].width if asks else 0
-            if whole is not None:
-                whole.widths[width] = whole.widths.get(width, 0) + 1
+        for job, asks, reason in zip(plan.deciding, plan.asks, self._reasons, strict=True):
+            if job.width is None:
+                width = asks[0].width if asks else 0
+                job.statistics.add_choice(width, reason)
+                if whole is not None:
+                    whole.add_choice(width, reason)
 
 
 def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:

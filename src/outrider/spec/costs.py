@@ -25,7 +25,7 @@ class CostCurve:
     that size matters little.
     """
 
-    __slots__ = ("_hints", "_hopeful", "_in_proportion", "_is_settled", "_pace", "_points", "_usual")
+    __slots__ = ("_hints", "_hopeful", "_in_proportion", "_is_settled", "_pace", "_points", "_usual", "noise")
 
     def __init__(self, *, in_proportion: bool = False) -> None:
         self._in_proportion = in_proportion
@@ -34,6 +34,7 @@ class CostCurve:
         self._pace = 1.0
         self._usual = self._hopeful = Line([], [], 0.0)
         self._is_settled = False  # whether the lines are those of the points
+        self.noise = 0.0  # how far samples are usually off, as a share
 
     @property
     def is_known(self) -> bool:
@@ -70,6 +71,7 @@ class CostCurve:
             change = min(seconds / (point[1] * self._pace), 2.0) - 1.0
             samples = min(point[2] + 1.0, MEMORY)
             self._points[key] = [point[0] + 0.1 * (size - point[0]), point[1] * (1.0 + change / samples), samples]
+            self.noise += PACE * (abs(change) - self.noise)
             if samples > 4.0:
                 self._pace *= 1.0 + PACE * change
         self._is_settled = False
@@ -92,11 +94,16 @@ class CostCurve:
         points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
         sizes = [point[0] for point in points]
         seconds = [cost * self._pace for cost in _never_falling(points)]
+        # A point measured seldom may have been measured too high
+        low = [
+            cost * (1.0 - self.noise / math.sqrt(max(1.0, point[2])))
+            for cost, point in zip(seconds, points, strict=True)
+        ]
         if not points:
-            sizes, seconds = [1.0], [1.0]
+            sizes, seconds, low = [1.0], [1.0], [1.0]
         slope = self._last_slope(sizes, seconds)
         self._usual = Line(sizes, seconds, slope)
-        self._hopeful = Line(*_bent(sizes, seconds), HOPE * slope)
+        self._hopeful = Line(*_bent(sizes, low), HOPE * slope)
         self._is_settled = True
 
     def _last_slope(self, sizes: list[float], seconds: list[float]) -> float:
@@ -176,7 +183,7 @@ class DraftCosts:
         return bool(self._by_jobs)
 
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
-        """Of drafting `depth` tokens for each of `jobs` on average. Where that was not measured, as target passes go."""
+        """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
         known, curve = min(self._by_jobs.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
         scale = passes.seconds(jobs) / passes.seconds(known) if known != jobs else 1.0
         return curve.seconds(depth) * scale

@@ -41,27 +41,6 @@ class Controller(Protocol):
         """The job is over."""
 
 
-class FixedController:
-    """Always as many tokens, in a chain unless a request asks for trees."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
-        return [
-            tuple(Ask(ask.drafter, min(ask.width, self._width), bool(job.tree)) for ask in room)
-            if job.width is None
-            else room
-            for job, room in zip(jobs, rooms, strict=True)
-        ]
-
-    def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        pass
-
-    def forget(self, job: Job) -> None:
-        pass
-
-
 class WidthChooser:
     """What each job may be drafted, and of that what its request or the controller wants."""
 
