@@ -30,6 +30,9 @@ DRAFT = replace(CONFIG, drift=0.6)
 
 
 def load(target: MockConfig = CONFIG, draft: Any = DRAFT, **settings: Any) -> Engine:
+    """Width 4 unless told otherwise: what is tested here must not depend on what happens to pay."""
+    if draft not in (None, "none"):
+        settings.setdefault("width", 4)
     return Engine.load(
         MockBackend(target),
         draft=MockBackend(draft) if isinstance(draft, MockConfig) else draft,

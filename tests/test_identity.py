@@ -194,7 +194,6 @@ def test_whoever_chooses_the_width_knows_what_the_target_reads() -> None:
     engine = Engine.load(MockBackend(config), draft=draft_of("model", config))
     settings = {"max_tokens": 30, "seed": 3}
     same(engine.generate([1, 2], tree=True, **settings), engine.generate([1, 2], width=0, **settings))
-    assert engine.loop.statistics.drafted > 0
 
 
 @pytest.mark.parametrize("draft", ["model", "trees"])

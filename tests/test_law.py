@@ -51,7 +51,8 @@ def test_joint_law_of_trees(name: str) -> None:
     assert measure(GRID[name], 6_000) > SIGNIFICANCE
 
 
-def test_a_batch_of_different_settings_keeps_every_law() -> None:
+@pytest.mark.parametrize("count", [10_000, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
+def test_a_batch_of_different_settings_keeps_every_law(count: int) -> None:
     """Requests with different controls, rules and widths share every pass; each follows its own law."""
     mixed = [
         Case("a", rule="rejection", width=5, controls={"temperature": 0.7, "top_p": 0.8}),
@@ -61,7 +62,7 @@ def test_a_batch_of_different_settings_keeps_every_law() -> None:
         Case("e", rule="coupled", width=5, controls={"repetition_penalty": 1.5, "min_p": 0.2}),
         Case("f", rule="rejection", width=3, controls={"temperature": 0.0, "typical_p": 0.5}),
     ]
-    every_law_holds(mixed, mixed[0].engine(), GENERATIONS)
+    every_law_holds(mixed, mixed[0].engine(), count)
 
 
 EVERYBODY = "ngram,suffix,trees,mixed,model"

@@ -1,8 +1,8 @@
 """Greedy identity with plain decoding on the default model, for every method and shape (`make identity`).
 
-Prompts are the benchmark's own, or those of $OUTRIDER_PROMPTS (JSON lines with `category` and `turns`). Heads have random
-weights: what they guess is rubbish, what comes out must not be. A pass of several rows rounds differently from one of a
-single row, so a near-tie may flip: each is printed with its gap.
+Prompts are the benchmark's own, or those of $OUTRIDER_PROMPTS (JSON lines with `category` and `turns`). Heads have
+random weights: what they guess is rubbish, what comes out must not be. A pass of several rows rounds differently from
+one of a single row, so a near-tie may flip: each is printed with its gap.
 """
 
 from __future__ import annotations

@@ -236,11 +236,10 @@ class Statistics:
             if speculative:
                 self.wide.add_pass(times, batch)
 
-    def add_choice(self, width: int, reason: str) -> None:
-        """The engine chose a width for a round, and says why."""
-        self.widths[width] = self.widths.get(width, 0) + 1
-        if reason:
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+    def add_choice(self, width: int, reason: str, times: int = 1) -> None:
+        """The engine chose a width for a round, and says why. `times` counts requests with the same choice in one go."""
+        self.widths[width] = self.widths.get(width, 0) + times
+        self.reasons[reason] = self.reasons.get(reason, 0) + times
 
     def add_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

@@ -20,8 +20,8 @@ from outrider.engine.stream import Stream
 from outrider.types import Event, FinishReason, Result
 
 REPORTED = (
-    "rounds drafted accepted rejected bonus unread acceptance_rate tokens_per_round accepted_by_position drafters widths "
-    "reasons fallbacks advice"
+    "rounds drafted accepted rejected bonus unread acceptance_rate tokens_per_round accepted_by_position drafters "
+    "widths reasons fallbacks advice"
 )
 
 

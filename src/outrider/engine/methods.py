@@ -87,7 +87,7 @@ def parse_drafts(draft: Any) -> list[DraftSpec]:
 
 
 def _parse(text: str) -> DraftSpec:
-    name, colon, value = text.partition(":")
+    name, _, value = text.partition(":")
     if text in BARE:
         return DraftSpec(text)
     if name == "layerskip":

@@ -19,6 +19,7 @@ MEMORY = 600.0  # judged tokens a drafter's record remembers
 JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
 OWN_WEIGHT = 12.0  # and after it has changed
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
+RESTING = 16  # emitted tokens without a draft after which that is looked at
 CHANGE = 8.0  # factor between the odds of two states
 EVIDENCE = 6.0  # of a change, in log likelihood, for a request
 ALL_EVIDENCE = 8.0  # for a drafter, whose requests differ
@@ -105,25 +106,25 @@ class DrafterRecord:
     def add_silence(self) -> None:
         self._asked += 1.0
 
-    def add(self, width: int, outcome: Outcome, judged: int) -> None:
-        """A proposal where `width` tokens were asked for, of which `judged` places were judged."""
+    def add(self, width: int, outcome: Outcome, judged: int, times: int = 1) -> None:
+        """Proposals where `width` tokens were asked for, of which `judged` places were judged."""
         if outcome.drafted > outcome.depth or self.nodes > 1.0:
             self.nodes += 0.2 * (outcome.drafted / outcome.depth - self.nodes)
         room = max(outcome.depth, round(width / self.nodes))
         if room >= len(self._by_room):
             for counts in (self._by_judged, self._by_kept, self._by_depth, self._by_room):
                 counts += [0.0] * (room + 1 - len(counts))
-        self._by_judged[judged] += 1.0
-        self._by_kept[outcome.accepted] += 1.0
-        self._by_depth[outcome.depth] += 1.0
-        self._by_room[room] += 1.0
-        self._asked += 1.0
-        self._answered += 1.0
-        self.num_judged += judged
+        self._by_judged[judged] += times
+        self._by_kept[outcome.accepted] += times
+        self._by_depth[outcome.depth] += times
+        self._by_room[room] += times
+        self._asked += times
+        self._answered += times
+        self.num_judged += judged * times
         new = self._new
-        new[0] += outcome.accepted
-        new[1] += judged
-        new[2] += self.expected(judged)
+        new[0] += outcome.accepted * times
+        new[1] += judged * times
+        new[2] += self.expected(judged) * times
 
     def look(self) -> None:
         """Settle what the record says, and forget most of the past when it no longer holds."""
@@ -218,6 +219,8 @@ class JobRecord:
 
     def look(self, length: int) -> bool:
         """Take in what is new at a length of the request. True when it has changed."""
+        if not self._new[1] and length - self.at < RESTING:
+            return False
         self._past = self._past.times(0.5 ** ((length - self.at) / HALF_LIFE))
         self.at = length
         new, since = Tally(*self._new), None

@@ -6,10 +6,13 @@ below that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 ANSWER = 0.017  # share of an answer that may be spent on it up front
 LONGEST = 1000  # tokens of an answer that count for that
 SHARED = 0.25  # requests learn from one another: each of n at a time adds 1 / (1 + n / 4) of its share
 UNSURE = 32.0  # judged tokens after which half of that is enough
+MARGIN = 1.02  # drafting must be better than plain by so much: requests that drift apart share fewer passes
 SPACING = 0.009  # share of the time that tries take in the long run
 
 
@@ -22,7 +25,9 @@ class Budget:
         self._answers = 0.0  # tokens' worth of time that answers bring along
         self._spent = 0.0  # expected losses of tries
         self._balance = 0.0  # seconds gained over plain decoding, as far as is known
-        self._open_s = self._open_passes = 0.0  # not yet in the balance: plain passes were not measured
+        self._drafted = 0.0  # the part of it that comes of rounds which were to pay
+        # Not yet in the balance: (jobs, whether it was to pay) -> [seconds, plain passes for that]
+        self._open: dict[tuple[int, bool], list[float]] = {}
         self._gap = 1.0  # passes until the next try
         self._next_try = 0.0
 
@@ -30,14 +35,23 @@ class Budget:
         """An answer of so many tokens begins beside others."""
         self._answers += ANSWER * min(LONGEST, num_tokens) / (1.0 + SHARED * num_others)
 
-    def count(self, seconds: float, lost_s: float, passes: float, plain_s: float | None) -> None:
-        """A round took `lost_s` of its seconds for what plain decoding does in `passes` passes of `plain_s` each."""
+    def count(self, num_jobs: int, seconds: float, lost_s: float, passes: float, pays: bool) -> None:
+        """A round took `lost_s` of its seconds for what plain decoding does in so many passes. pays: as was decided."""
         self._elapsed += seconds
-        self._open_s += lost_s
-        self._open_passes += passes
-        if plain_s is not None:
-            self._balance += self._open_passes * plain_s - self._open_s
-            self._open_s = self._open_passes = 0.0
+        sums = self._open.get((num_jobs, pays))
+        if sums is None:
+            sums = self._open[num_jobs, pays] = [0.0, 0.0]
+        sums[0] += lost_s
+        sums[1] += passes
+
+    def settle(self, plain_s: Callable[[float], float]) -> None:
+        """Plain passes by the number of jobs are known: what was counted goes into the balance."""
+        for (num_jobs, pays), (lost_s, passes) in self._open.items():
+            gained = passes * plain_s(num_jobs) - lost_s
+            self._balance += gained
+            if pays:
+                self._drafted += gained
+        self._open.clear()
 
     def allowed(self, rate: float, plain_rate: float, num_judged: float) -> float:
         """Seconds that a try may lose now, for a drafter of which `num_judged` tokens were judged.
@@ -50,6 +64,11 @@ class Budget:
         share = self._share * self._elapsed
         best_rate = max(rate, plain_rate)
         return min(share + answers / best_rate - self._spent, share + answers / plain_rate + self._balance)
+
+    def margin(self, plain_rate: float) -> float:
+        """By how much drafting must be better than plain decoding: more when it lost where it was to pay."""
+        whole = max(self._elapsed, self._answers / (ANSWER * plain_rate))
+        return MARGIN + 2.0 * max(0.0, -self._drafted) / whole if whole else MARGIN
 
     @property
     def is_due(self) -> bool:

@@ -1,38 +1,40 @@
 """The width that pays, per request and round, from what was measured: 0 where plain decoding wins.
 
-`acceptance.py` and `costs.py` learn, `choice.py` computes the best widths from it, `budget.py` says what may be tried.
-A decision stands for a few rounds. Requests that rest are tried again now and then, and so are widths and trees that
-nothing is known about, if they look good.
+`knowledge.py` learns (with `acceptance.py` and `costs.py`), `choice.py` computes the best widths from that, `budget.py`
+says what may be tried. A decision stands for a few rounds. Requests that rest are tried again now and then, and so are
+widths and trees that nothing is known about, if they look good.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from outrider.config import WidthConfig
 from outrider.metrics import Outcome, PassTimes, Statistics
-from outrider.spec.acceptance import DrafterRecord, JobRecord
-from outrider.spec.budget import Budget
-from outrider.spec.choice import Batch, Best, DraftSeconds, Group, Prospect, best_choice, hope, plain_rate
-from outrider.spec.costs import CostCurve, DraftCosts
+from outrider.spec.acceptance import JobRecord
+from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope, plain_rate
+from outrider.spec.knowledge import NEAR, Knowledge, starters
 from outrider.types import Ask, Drafts, Job, Plan
 
-FIRST_STEP = 0.1  # a draft step as a share of a target pass, before one was measured
 FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
 SHORT = 16  # an answer with fewer tokens to come tries nothing new
 CHEAP = 0.5  # of a row in the largest pass: who can catch up for that may start at once
-MARGIN = 1.01  # drafting must be better than plain by so much: requests that drift apart share fewer passes
 NOTABLE = 1.03  # what is not known is tried when it may be better by so much
-NEAR = 1.1  # passes whose rows differ by less cost about the same
+SURE = 4.0  # samples of a pass, where they differ by chance
+SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
+CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
+LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
 LONGEST_HOLD = 8.0  # rounds a decision stands
-SURE = 4.0  # samples of a plain pass
-LONG_AGO = 256  # rounds after which it is measured again
-FIRST_NODES = 3.0  # tokens of a tree's level, before there was one
 CHARGE = 1.0 / 16.0  # catching up is counted in such parts of a pass
+
+FIRST_TRY = "plain: a few other requests try the draft first"
+MEASURING = "measuring what plain decoding costs"
+TRYING = "trying a width that was not measured"
+BRANCHING = "trying a tree"
+CHECKING = "checking that a tree is better than a chain"
+PROBING = "probing whether drafting pays by now"
 
 
 class Offer(NamedTuple):
@@ -47,7 +49,7 @@ class Offer(NamedTuple):
 
 
 class View(NamedTuple):
-    """A job whose width is free."""
+    """A job whose width is free: its place among the deciding, and who may draft."""
 
     place: int
     offers: tuple[Offer, ...]
@@ -58,27 +60,35 @@ class Situation:
     """What a decision is made from."""
 
     jobs: Sequence[Job]
-    rooms: Sequence[tuple[Ask, ...]]
     batch: Batch
     views: list[View]
-    draft_s: DraftSeconds
+    pass_s: float  # without the drafts that are to be chosen
+    plain_rate: float  # tokens per second without them
+    most_rows: float  # that a pass may have: not many times what was measured
     is_steady: bool  # nobody reads a prompt
-    plain_rate: float = 0.0
     rate: float = 0.0  # of the best drafting
+
+    def room(self, place: int) -> int:
+        """Tokens that are to come for a job."""
+        return self.jobs[place].limit - len(self.jobs[place].tokens)
+
+
+class Found(NamedTuple):
+    """A choice, and why it was made if not for its rate."""
+
+    groups: Sequence[Group]
+    best: Best
+    reason: str | None = None
 
 
 class AdaptiveController:
-    """`statistics`: where decisions of all requests are counted."""
+    """`statistics`: where the decisions for all requests are counted."""
 
     def __init__(self, config: WidthConfig | None = None, statistics: Callable[[], Statistics] | None = None) -> None:
+        self._known = Knowledge((config or WidthConfig()).probing)
         self._statistics = statistics
-        self._budget = Budget((config or WidthConfig()).probing)
-        self._passes = CostCurve()
-        self._draft_costs: dict[str, DraftCosts] = {}
-        self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
-        self._jobs: dict[int, dict[str, JobRecord]] = {}
         # The decision that stands
-        self._deciding: list[Job] = []
+        self._jobs: list[Job] = []
         self._rooms: list[tuple[Ask, ...]] = []
         self._rows = 0
         self._asks: list[tuple[Ask, ...]] = []
@@ -87,86 +97,80 @@ class AdaptiveController:
         self._left = 0  # rounds
         self._hold = 1.0
         self._is_fresh = False  # made for the round under way
-        self._knows_plain = False  # what a pass without drafts costs
-        self._num_rounds = self._plain_round = 0  # so far, and when a pass without drafts was last measured
+        self._pays = False  # drafts, since that is known to be better
+        self._num_trees = 0  # decisions for trees
 
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
         self._is_fresh = True
-        if self._left > 0 and rows == self._rows and jobs == self._deciding:
+        is_same = jobs == self._jobs
+        if is_same and self._left > 0 and rows == self._rows:
             self._left -= 1
             if rooms != self._rooms:  # near the end of an answer
                 return [_within(asks, room) for asks, room in zip(self._asks, rooms, strict=True)]
             return self._asks
-        lasts = jobs == self._deciding and self._knows_plain
-        self._hold = min(LONGEST_HOLD, self._hold + 0.25) if lasts else 1.0
-        self._deciding, self._rooms, self._rows = list(jobs), list(rooms), rows
+        before = self._asks
+        self._jobs, self._rooms, self._rows = list(jobs), list(rooms), rows
         self._asks = [room if job.width is not None else () for job, room in zip(jobs, rooms, strict=True)]
-        self._reasons, self._probed, self._left = [""] * len(jobs), [], 0
-        self._decide(self._survey(jobs, rooms, rows))
+        self._reasons, self._probed, self._left, self._pays = [""] * len(jobs), [], 0, False
+        if not is_same or not self._known.knows_plain:
+            self._hold = 1.0
+        self._decide(self._survey(rows))
+        self._hold = min(LONGEST_HOLD, self._hold + (1.0 if self._asks == before else 0.25))
         return self._asks
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        pass_s, batch = times.score_s + times.judge_s, len(plan.deciding)
-        self._num_rounds += 1
-        if times.steady:
-            self._passes.add(times.num_fed, pass_s)
-            if times.num_fed == batch:
-                self._plain_round = self._num_rounds
-        elif times.num_fed:
-            self._passes.hint(times.num_fed, pass_s)
-        if batch:
-            passes = sum([outcome.emitted for _, outcome in outcomes]) / batch
-            plain_s = self._passes.seconds(batch) if self._knows_plain else None
-            if times.steady:
-                self._budget.count(pass_s + times.draft_s, pass_s + times.draft_s, passes, plain_s)
-            else:  # reading the prompt is nobody's loss
-                self._budget.count(pass_s + times.draft_s, times.draft_s, passes - 1.0, plain_s)
-        if any(plan.asks):
-            self._learn_drafts(plan, drafts, times, outcomes)
-        if self._is_fresh:
-            self._is_fresh = False
+        self._known.learn(plan, drafts, times, outcomes, self._probed, self._is_fresh and self._pays)
+        if self._is_fresh and len(self._reasons) == len(plan.deciding):
             self._tally(plan)
+        self._is_fresh = False
 
     def forget(self, job: Job) -> None:
-        self._jobs.pop(job.id, None)
+        self._known.forget(job)
 
-    def _survey(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Situation:
+    def _tally(self, plan: Plan) -> None:
+        """Count the decisions, for each request and for the engine."""
+        counts: dict[tuple[int, str], int] = {}
+        for job, asks, reason in zip(plan.deciding, plan.asks, self._reasons, strict=True):
+            if reason:
+                width = asks[0].width if asks else 0
+                job.statistics.add_choice(width, reason)
+                counts[width, reason] = counts.get((width, reason), 0) + 1
+        if self._statistics is not None:
+            for (width, reason), times in counts.items():
+                self._statistics().add_choice(width, reason, times)
+
+    def _survey(self, rows: int) -> Situation:
         """What is known of the batch, and what may be drafted for whom."""
+        known, jobs = self._known, self._jobs
+        known.look(jobs)
         fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
-        passes, longest = self._passes, max(job.limit - len(job.tokens) for job in jobs)
-        if len(jobs) == 1:  # a single row may be a case of its own
-            self._knows_plain = passes.knows(0, 1) or (passes.is_known and longest < 64)
-        else:
-            self._knows_plain |= passes.knows(0, 2.2 * len(jobs))
-        for drafter in self._drafters.values():
-            drafter.look()
-        batch = Batch(float(fed), float(len(jobs)))
-        pass_s, starters, views = passes.seconds(fed), dict[str, int](), list[View]()
-        for index, (job, room) in enumerate(zip(jobs, rooms, strict=True)):
+        batch, pass_s = Batch(float(fed), float(len(jobs))), known.passes.seconds(fed)
+        views: list[View] = []
+        begun: dict[str, int] = {}
+        for place, (job, room) in enumerate(zip(jobs, self._rooms, strict=True)):
             if not room:
                 continue
-            records = [self._record(job, ask.drafter) for ask in room]
+            records = [known.record(job, ask.drafter) for ask in room]
             for record in records:
-                if record.at != len(job.tokens) and record.look(len(job.tokens)):
+                if record.look(len(job.tokens)):
                     self._hold = 1.0
-                    self._budget.encourage()
+                    known.budget.encourage()
             if job.width is not None:
                 self._add_fixed(batch, room[0], records[0])
                 continue
             offers = [
                 self._offer(job, ask, record, pass_s)
                 for ask, record in zip(room, records, strict=True)
-                if self._may_start(job, ask.drafter, len(jobs), starters)
+                if self._may_start(job, ask.drafter, begun)
             ]
-            views.append(View(index, tuple(offers)))
-        draft_s = partial(self._draft_s, FIRST_STEP * passes.seconds(len(jobs)))
-        return Situation(
-            jobs, rooms, batch, views, draft_s, fed == len(jobs), plain_rate(batch, passes.seconds, draft_s)
-        )
+            views.append(View(place, tuple(offers)))
+        rate = plain_rate(batch, known.passes.seconds, known.draft_s)
+        most_rows = max(2.0 * known.passes.largest, batch.rows + FIRST_WIDTH * len(jobs))
+        return Situation(jobs, batch, views, known.passes.seconds(batch.rows), rate, most_rows, fed == len(jobs))
 
     def _add_fixed(self, batch: Batch, ask: Ask, record: JobRecord) -> None:
         """A job whose width is fixed is part of the batch as it is."""
-        drafter = self._drafter(ask.drafter, ask.tree)
+        drafter = self._known.drafter(ask.drafter, ask.tree and ask.drafter not in self._known.chains_only)
         places = max(1, round(ask.width / drafter.nodes))
         batch.tokens += sum(drafter.outlook(record.shift, places))
         batch.rows += ask.width
@@ -175,285 +179,237 @@ class AdaptiveController:
         for place in range(places):
             steps[place] += drafter.nodes
 
-    def _may_start(self, job: Job, name: str, num_jobs: int, starters: dict[str, int]) -> bool:
+    def _may_start(self, job: Job, name: str, begun: dict[str, int]) -> bool:
         """A drafter that nothing is known of begins with a few jobs."""
-        costs = self._draft_costs.get(name)
-        if self._knows_plain and costs is not None and costs.is_known:
+        known = self._known
+        if known.knows_plain and known.knows_steps(name):
             return True
         if job.limit - len(job.tokens) < SHORT:
             return False
-        starters[name] = starters.get(name, 0) + 1
-        largest = self._passes.largest
-        is_cheap = costs is not None and self._read_s(job, name) * largest < CHEAP * self._passes.seconds(largest)
-        return is_cheap or starters[name] <= math.isqrt(num_jobs)
+        begun[name] = begun.get(name, 0) + 1
+        largest = known.passes.largest
+        is_cheap = known.knows_drafter(name) and known.read_s(job, name) * largest < CHEAP * known.passes.seconds(largest)
+        return is_cheap or begun[name] <= starters(len(self._jobs))
 
     def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
-        width = ask.width if self._knows_plain else min(ask.width, FIRST_WIDTH)
+        known = self._known
+        width = ask.width if known.knows_plain else min(ask.width, FIRST_WIDTH)
         # Catching up is spread over what is left of the answer, about two tokens a round
-        entry_s = self._read_s(job, ask.drafter) * min(1.0, 2.0 / max(1, job.limit - len(job.tokens)))
-        return Offer(ask.drafter, width, record.shift, round(entry_s / (CHARGE * pass_s)), ask.tree, bool(job.tree))
+        entry_s = known.read_s(job, ask.drafter) * min(1.0, 2.0 / max(1, job.limit - len(job.tokens)))
+        branches = ask.tree and ask.drafter not in known.chains_only
+        must_branch = branches and bool(job.tree)
+        return Offer(ask.drafter, width, record.shift, round(entry_s / (CHARGE * pass_s)), branches, must_branch)
 
     def _decide(self, now: Situation) -> None:
         """Fill in asks and reasons."""
-        passes = self._passes
-        groups = self._groups(now, trees=False)
-        most_rows = max(2.0 * passes.largest, now.batch.rows + FIRST_WIDTH * len(now.jobs))
-        best = best_choice(groups, now.batch, passes.seconds, now.draft_s, most_rows)
+        known = self._known
         for view in now.views:
-            self._reasons[view.place] = "plain: a few others try the draft first"
+            self._reasons[view.place] = FIRST_TRY
+        groups = self._groups(now, trees=False)
+        best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
         if best is None:
             return
         now.rate = best.rate
-        best, is_try = self._bolder(now, groups, best, most_rows)
-        ratio = best.rate / now.plain_rate
-        drafts = ratio > MARGIN and (is_try or self._repays(now, groups, best))
-        if drafts and now.is_steady and passes.is_known and not self._knows_plain:
-            self._give(groups, [], "measuring what plain decoding costs")
+        found = self._bolder(now, Found(groups, best))
+        if found.reason is None:
+            found = self._branching(now, found)
+        ratio = found.best.rate / now.plain_rate
+        drafts = ratio > known.budget.margin(now.plain_rate) and (found.reason is not None or self._repays(now, found))
+        if drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
+            self._give(groups, [], MEASURING)
             return
-        if is_try:
-            self._give(groups, best.places, "trying a width that was not measured")
-        elif drafts:
-            self._give(groups, best.places, f"drafting pays: about {_rounded(ratio)}x of plain")
+        if drafts:
+            self._give(found.groups, found.best.places, found.reason or f"drafting pays: about {_rounded(ratio)}x of plain")
         else:
             self._give(groups, [], f"plain: drafting would give about {_rounded(ratio)}x")
-        self._left = 0 if is_try else int(self._hold) - 1
-        if drafts and not passes.knows(best.rows / NEAR**2, best.rows * NEAR**2):
-            self._left = 0
-        if now.is_steady and self._knows_plain and self._budget.is_due and not is_try:
-            if drafts and self._doubts_plain(len(now.jobs), ratio):
-                self._measure_plain(now, groups)
-            else:
-                self._probe(now, groups)
-
-    def _doubts_plain(self, num_jobs: int, ratio: float) -> bool:
-        """Whether plain passes were measured too seldom, or too long ago, to be sure that they are slower."""
-        if ratio < 1.0 + 4.0 * self._passes.noise:
-            return self._passes.samples(num_jobs / NEAR, num_jobs * NEAR) < SURE
-        return ratio < 2.0 and self._num_rounds - self._plain_round > LONG_AGO
-
-    def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
-        pass_s = self._passes.seconds(now.batch.rows)
-        loss = pass_s - now.batch.tokens / now.rate
-        if loss <= 0.5 * self._allowed(now, next(iter(groups[0].prospects))):
-            self._give(groups, [], "measuring what plain decoding costs")
-            self._left = 0
-            self._budget.wait(loss, pass_s)
+        rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
+        if found.reason is None and (not drafts or known.passes.knows(rows / NEAR**2, rows * NEAR**2)):
+            self._left = int(self._hold) - 1
+            if now.is_steady and known.knows_plain and known.budget.is_due:
+                if drafts and self._doubts_plain(ratio):
+                    self._measure_plain(now, groups)
+                else:
+                    self._probe(now, groups)
 
     def _groups(self, now: Situation, *, trees: bool) -> list[Group]:
         """Jobs that promise the same, together."""
         groups: dict[tuple[Offer, ...], Group] = {}
-        pass_s = self._passes.seconds(now.batch.rows)
-        for index, offers in now.views:
+        for place, offers in now.views:
             group = groups.get(offers)
             if group is not None:
-                group.members.append(index)
+                group.members.append(place)
             elif offers:
-                prospects = {
-                    offer.drafter: self._prospect(offer, offer.must_branch or (trees and offer.may_branch), pass_s)
-                    for offer in offers
-                }
-                groups[offers] = Group([index], prospects)
+                prospects = {offer.drafter: self._prospect(offer, trees, now.pass_s) for offer in offers}
+                groups[offers] = Group([place], prospects)
         return list(groups.values())
 
-    def _prospect(self, offer: Offer, branches: bool, pass_s: float) -> Prospect:
-        drafter = self._drafter(offer.drafter, branches)
+    def _prospect(self, offer: Offer, trees: bool, pass_s: float) -> Prospect:
+        drafter = self._known.drafter(offer.drafter, offer.must_branch or (trees and offer.may_branch))
         places = max(1, int(offer.width / drafter.nodes))
         chances, reach = drafter.outlook(offer.shift, places), drafter.reach(places)
         return Prospect(chances, reach, drafter.answers, drafter.nodes, offer.entry * CHARGE * pass_s)
 
-    def _bolder(self, now: Situation, groups: Sequence[Group], best: Best, most_rows: float) -> tuple[Best, bool]:
+    def _bolder(self, now: Situation, found: Found) -> Found:
         """Something that was not measured and may be better, if it can be afforded."""
-        passes = self._passes
-        bold = best_choice(groups, now.batch, passes.hopeful, now.draft_s, most_rows)
+        passes = self._known.passes
+        bold = best_choice(found.groups, now.batch, passes.hopeful, self._known.draft_s, now.most_rows)
         if bold is None or passes.samples(bold.rows / NEAR, bold.rows * NEAR) > min(SURE, 40.0 * passes.noise):
-            return best, False
-        rate = max(best.rate, now.plain_rate)
-        loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(now, groups, bold) - bold.tokens / rate
-        if bold.rate < NOTABLE * rate or loss > 0.25 * self._allowed(now, next(iter(groups[0].prospects))):
-            return best, False
-        self._budget.spend(loss)
-        return bold, True
+            return found
+        rate = max(now.rate, now.plain_rate)
+        loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(found.groups, bold) - bold.tokens / rate
+        if bold.rate < NOTABLE * rate or loss > 0.25 * self._allowed(now, found.groups):
+            return found
+        self._known.budget.spend(loss)
+        return Found(found.groups, bold, TRYING)
 
-    def _entry_s(self, now: Situation, groups: Sequence[Group], best: Best) -> float:
+    def _branching(self, now: Situation, found: Found) -> Found:
+        """Trees, where they are known to do better; or a try of them."""
+        known = self._known
+        names = {
+            offer.drafter for _, offers in now.views for offer in offers if offer.may_branch and not offer.must_branch
+        }
+        if not known.knows_plain or found.best.rate < now.plain_rate:
+            return found
+        if not all(known.drafter(name).num_judged >= SURE_OF_CHAINS for name in names) or not names:
+            return found
+        groups = self._groups(now, trees=True)
+        best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
+        if best is None or best.rate < NOTABLE * found.best.rate:
+            return found
+        measured = known.trees.over(known.chains)
+        if measured is not None and measured > NOTABLE:
+            self._num_trees += 1
+            return Found(groups, best) if self._num_trees % CHAIN_EVERY else found._replace(reason=CHECKING)
+        if measured is not None and known.num_rounds - known.tree_round < LONG_AGO:
+            return found
+        loss = 0.3 * best.tokens / best.rate
+        if loss > 0.25 * self._allowed(now, groups):
+            return found
+        known.budget.spend(loss)
+        return Found(groups, best, BRANCHING)
+
+    def _entry_s(self, groups: Sequence[Group], best: Best) -> float:
         """Seconds that catching up takes for a choice."""
         return sum(
-            self._read_s(now.jobs[index], name)
+            self._known.read_s(self._jobs[place], name)
             for group, places in zip(groups, best.places, strict=True)
             for name, count in places.items()
             if count
-            for index in group.members
+            for place in group.members
         )
 
-    def _repays(self, now: Situation, groups: Sequence[Group], best: Best) -> bool:
-        """Whether the rest of the answers repays what catching up costs, some times over."""
-        entry_s = self._entry_s(now, groups, best)
-        if entry_s == 0.0:
-            return True
-        left = sum(job.limit - len(job.tokens) for job in now.jobs)
-        return left * (1.0 / now.plain_rate - 1.0 / best.rate) > 1.5 * entry_s
+    def _repays(self, now: Situation, found: Found) -> bool:
+        """Whether the rest of the answers repays what catching up costs, and half as much again."""
+        entry_s = self._entry_s(found.groups, found.best)
+        left = sum(now.room(place) for place in range(len(now.jobs))) if entry_s else 0
+        return entry_s == 0.0 or left * (1.0 / now.plain_rate - 1.0 / found.best.rate) > 1.5 * entry_s
+
+    def _doubts_plain(self, ratio: float) -> bool:
+        """Whether plain passes were measured too seldom, or too long ago, to be sure that they are slower."""
+        known = self._known
+        if ratio < 1.0 + 4.0 * known.passes.noise:
+            return known.plain_samples(len(self._jobs)) < SURE
+        return ratio < 2.0 and known.num_rounds - known.plain_round > LONG_AGO
+
+    def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
+        loss = now.pass_s - now.batch.tokens / now.rate
+        if loss <= 0.5 * self._allowed(now, groups):
+            self._give(groups, [], MEASURING)
+            self._left = 0
+            self._known.budget.wait(loss, now.pass_s)
 
     def _probe(self, now: Situation, groups: Sequence[Group]) -> None:
         """Let a few jobs ask a drafter that rests, as far as the budget goes."""
-        if not groups or hope(groups, now.batch, self._passes.seconds, now.draft_s) < NOTABLE * now.plain_rate:
+        known = self._known
+        if hope(groups, now.batch, known.passes.seconds, known.draft_s) < NOTABLE * now.plain_rate:
             return  # not even if all drafts were kept
-        pass_s = self._passes.seconds(now.batch.rows)
-        waiting = [
-            (
-                round(50.0 * self._read_s(now.jobs[view.place], offer.drafter) / pass_s),
-                -self._unread(view.place, offer.drafter),
-                view.place,
-                offer,
-            )
+        resting = [
+            (view.place, offer)
             for view in now.views
             for offer in view.offers
-            if not any(ask.drafter == offer.drafter for ask in self._asks[view.place])
-            and now.jobs[view.place].limit - len(now.jobs[view.place].tokens) >= SHORT
+            if now.room(view.place) >= SHORT and all(ask.drafter != offer.drafter for ask in self._asks[view.place])
         ]
-        waiting.sort(key=lambda entry: entry[:3])
-        rate, total, first, rows = max(now.rate, now.plain_rate), 0.0, 0.0, now.batch.rows
-        steps: dict[str, list[float]] = {}
-        for _, _, index, offer in waiting[: max(1, len(now.jobs) // 4)]:
-            job = now.jobs[index]
-            width, loss, seconds = self._cheapest(now, job, offer, steps, rows, rate)
-            allowed = self._allowed(now, offer.drafter)
+        resting.sort(key=lambda entry: self._reluctance(now, *entry))
+        others = Others(now.batch.rows, {})
+        first = total = 0.0
+        for place, offer in resting[: max(1, len(now.jobs) // 4)]:
+            width, loss, seconds = self._cheapest(now, place, offer, others)
+            allowed = self._allowed(now, groups)
             if loss > (allowed if loss < 0.3 * seconds else 0.5 * allowed) or (total and loss > 0.4 * first):
                 break
-            first = first or loss
-            made = steps.setdefault(offer.drafter, [])
-            made += [0.0] * (width - len(made))
-            for place in range(width):
-                made[place] += 1.0
-            rows += width
-            total += loss
-            self._probed.append((job.id, offer.drafter))
-            widths = {ask.drafter: ask.width for ask in self._asks[index]} | {offer.drafter: width}
-            self._ask(index, widths, {}, "probing whether drafting pays again")
+            others = others.plus(offer.drafter, width)
+            first, total = first or loss, total + loss
+            self._probed.append((now.jobs[place].id, offer.drafter))
+            widths = {ask.drafter: ask.width for ask in self._asks[place]}
+            self._ask(place, {**widths, offer.drafter: width}, {}, PROBING)
         if self._probed:
             self._left = 0
-            self._budget.wait(total, pass_s)
+            known.budget.wait(total, now.pass_s)
 
-    def _cheapest(
-        self, now: Situation, job: Job, offer: Offer, steps: Mapping[str, list[float]], rows: float, rate: float
-    ) -> tuple[int, float, float]:
-        """The width that costs the least per token judged, what it loses, and its seconds; `steps`: of other probes."""
-        drafter, passes = self._drafter(offer.drafter), self._passes
+    def _reluctance(self, now: Situation, place: int, offer: Offer) -> tuple[int, int]:
+        """Who has little to catch up comes first, then who was not asked for long."""
+        job, known = now.jobs[place], self._known
+        return round(50.0 * known.read_s(job, offer.drafter) / now.pass_s), -known.unread(job, offer.drafter)
+
+    def _cheapest(self, now: Situation, place: int, offer: Offer, others: Others) -> tuple[int, float, float]:
+        """The width that costs the least per token judged, beside others that are probed; what it loses, its seconds."""
+        known, passes, name = self._known, self._known.passes, offer.drafter
+        drafter = known.drafter(name)
         chances, answers = drafter.outlook(offer.shift, offer.width), drafter.answers
-        made = steps.get(offer.drafter, [])
-        before_s = now.draft_s(offer.drafter, len(made), sum(made) / len(made)) if made else 0.0
-        entry_s, pass_s = self._read_s(job, offer.drafter), passes.seconds(rows)
+        entry_s, pass_s, rate = known.read_s(now.jobs[place], name), passes.seconds(others.rows), max(now.rate, now.plain_rate)
         # One of many that gets ahead leaves the others their passes: it saves its row
-        token_s = 1.0 / rate if len(now.jobs) == 1 else min(1.0 / rate, pass_s - passes.seconds(rows - 1.0))
+        token_s = 1.0 / rate if len(now.jobs) == 1 else min(1.0 / rate, pass_s - passes.seconds(others.rows - 1.0))
+        before_s = others.draft_s(name, known.draft_s)
         best, best_value, gained, judged = (1, 0.0, 0.0), float("inf"), 0.0, 0.0
         for width in range(1, offer.width + 1):
             judged += chances[width - 2] if width > 1 else 1.0
             gained += chances[width - 1] * answers
-            depth = max(width, len(made))
-            drafting_s = now.draft_s(offer.drafter, depth, (sum(made) + width) / depth) - before_s
-            seconds = passes.seconds(rows + width * answers) + drafting_s + entry_s
+            drafting_s = others.plus(name, width).draft_s(name, known.draft_s) - before_s
+            seconds = passes.seconds(others.rows + width * answers) + drafting_s + entry_s
             loss = max(0.0, seconds - pass_s - gained * token_s)
             value = (loss + 0.02 * pass_s / len(now.jobs)) / judged
             if value < best_value:
                 best, best_value = (width, loss, seconds), value
         return best
 
-    def _allowed(self, now: Situation, name: str) -> float:
-        return self._budget.allowed(now.rate, now.plain_rate, self._drafter(name).num_judged)
+    def _allowed(self, now: Situation, groups: Sequence[Group]) -> float:
+        """Seconds that a try may lose."""
+        judged = min(self._known.drafter(name).num_judged for name in groups[0].prospects)
+        return self._known.budget.allowed(now.rate, now.plain_rate, judged)
 
     def _give(self, groups: Sequence[Group], places: Sequence[Mapping[str, int]], reason: str) -> None:
         """Decide for all jobs of the groups; without places they rest."""
         for number, group in enumerate(groups):
             nodes = {name: prospect.nodes for name, prospect in group.prospects.items()}
-            for index in group.members:
-                self._ask(index, places[number] if places else {}, nodes, reason)
+            for place in group.members:
+                self._ask(place, places[number] if places else {}, nodes, reason)
 
-    def _ask(self, index: int, places: Mapping[str, int], nodes: Mapping[str, float], reason: str) -> None:
-        job = self._deciding[index]
-        self._asks[index] = tuple(
-            Ask(
-                ask.drafter,
-                min(ask.width, round(places[ask.drafter] * nodes.get(ask.drafter, 1.0))),
-                bool(job.tree) or nodes.get(ask.drafter, 1.0) > 1.0,
-            )
-            for ask in self._rooms[index]
-            if places.get(ask.drafter)
-        )
-        self._reasons[index] = reason
+    def _ask(self, place: int, places: Mapping[str, int], nodes: Mapping[str, float], reason: str) -> None:
+        tree = bool(self._jobs[place].tree)
+        asks = []
+        for name, most, _ in self._rooms[place]:
+            if places.get(name):
+                each = nodes.get(name, 1.0)
+                asks.append(Ask(name, min(most, round(places[name] * each)), tree or each > 1.0))
+        self._asks[place], self._reasons[place] = tuple(asks), reason
 
-    def _draft_s(self, first_step_s: float, name: str, depth: float, jobs: float) -> float:
-        costs = self._draft_costs.get(name)
-        return costs.seconds(depth, jobs, self._passes) if costs and costs.is_known else first_step_s * depth
 
-    def _unread(self, index: int, name: str) -> int:
-        job = self._deciding[index]
-        return len(job.tokens) - self._record(job, name).read
+class Others(NamedTuple):
+    """Jobs that are probed in the same round."""
 
-    def _read_s(self, job: Job, name: str) -> float:
-        """Seconds the drafter needs to catch up with a job."""
-        costs = self._draft_costs.get(name)
-        unread = len(job.tokens) - self._record(job, name).read
-        return costs.read_s * unread if costs is not None and unread > 8 else 0.0
+    rows: float
+    steps: dict[str, list[float]]  # drafter -> jobs in each step
 
-    def _drafter(self, name: str, branches: bool = False) -> DrafterRecord:
-        record = self._drafters.get((name, branches))
-        if record is None:
-            record = DrafterRecord(nodes=FIRST_NODES) if branches else DrafterRecord()
-            self._drafters[name, branches] = record
-        return record
+    def plus(self, name: str, width: int) -> Others:
+        steps = list(self.steps.get(name, []))
+        steps += [0.0] * (width - len(steps))
+        for place in range(width):
+            steps[place] += 1.0
+        return Others(self.rows + width, {**self.steps, name: steps})
 
-    def _record(self, job: Job, name: str) -> JobRecord:
-        records = self._jobs.get(job.id)
-        if records is None:
-            self._budget.welcome(job.limit - len(job.tokens), len(self._jobs))
-            records = self._jobs[job.id] = {}
-        record = records.get(name)
-        if record is None:
-            record = records[name] = JobRecord(len(job.tokens))
-        return record
-
-    def _learn_drafts(
-        self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]
-    ) -> None:
-        results, excused = {job.id: outcome for job, outcome in outcomes}, {job.id for job, _ in drafts.fallbacks}
-        work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before
-        for index, (job, asks) in enumerate(zip(plan.deciding, plan.asks, strict=True)):
-            outcome = results.get(job.id)
-            if not asks or outcome is None:
-                continue
-            for ask in asks:
-                record, drafter = self._record(job, ask.drafter), self._drafter(ask.drafter, index in drafts.parents)
-                before = len(job.tokens) - outcome.emitted
-                unread, record.read = before - record.read, before
-                if outcome.maker != ask.drafter:
-                    if job.id not in excused:
-                        drafter.add_silence()
-                    continue
-                record.read += outcome.accepted
-                judged = outcome.accepted + (outcome.emitted > outcome.accepted and not outcome.is_bonus)
-                expected = drafter.expected(judged)
-                record.add(outcome.accepted, judged, expected)
-                drafter.add(ask.width, outcome, judged)
-                if outcome.accepted > expected and (job.id, ask.drafter) in self._probed:
-                    self._budget.encourage()
-                did = work.setdefault(ask.drafter, [0, 0, 0])
-                did[0] = max(did[0], outcome.depth)
-                did[1] += outcome.drafted
-                did[2] += unread
-                break
-        for name, (steps, drafted, unread) in work.items():
-            costs = self._draft_costs.setdefault(name, DraftCosts())
-            costs.add(times.drafters.get(name, 0.0), steps, drafted / steps, unread, self._passes)
-
-    def _tally(self, plan: Plan) -> None:
-        """Count the decisions, for each request and for the engine."""
-        if len(self._reasons) != len(plan.deciding):
-            return
-        whole = self._statistics() if self._statistics is not None else None
-        for job, asks, reason in zip(plan.deciding, plan.asks, self._reasons, strict=True):
-            if job.width is None:
-                width = asks[0].width if asks else 0
-                job.statistics.add_choice(width, reason)
-                if whole is not None:
-                    whole.add_choice(width, reason)
+    def draft_s(self, name: str, draft_s: Callable[[str, float, float], float]) -> float:
+        steps = self.steps.get(name)
+        return draft_s(name, len(steps), sum(steps) / len(steps)) if steps else 0.0
 
 
 def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:

@@ -184,9 +184,11 @@ class DraftCosts:
 
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
+        entry = self._by_jobs.get(_jobs_class(jobs))
+        if entry is not None:
+            return entry[1].seconds(depth)
         known, curve = min(self._by_jobs.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
-        scale = passes.seconds(jobs) / passes.seconds(known) if known != jobs else 1.0
-        return curve.seconds(depth) * scale
+        return curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
 
     def add(self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve) -> None:
         """A round with `depth` steps for `jobs` on average, of which `unread` tokens had to be read first."""
@@ -196,7 +198,7 @@ class DraftCosts:
                 self.read_s = seconds / unread  # at most
                 return
         else:
-            curve = self._by_jobs.setdefault(round(2.0 * math.log2(jobs)), (jobs, CostCurve(in_proportion=True)))[1]
+            curve = self._by_jobs.setdefault(_jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
             curve.add(depth, seconds)
         if self._reading is not None:
             seconds, depth, jobs, unread = self._reading
@@ -204,3 +206,7 @@ class DraftCosts:
             self._num_readings = min(self._num_readings + 1, 3)
             sample = max(0.0, seconds - self.seconds(depth, jobs, passes)) / unread
             self.read_s += (sample - self.read_s) / self._num_readings
+
+
+def _jobs_class(jobs: float) -> int:
+    return round(2.0 * math.log2(jobs))

@@ -1,0 +1,220 @@
+"""All that was measured while serving: what passes and drafts cost, what becomes of drafts, what was gained and lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outrider.metrics import Outcome, PassTimes
+from outrider.spec.acceptance import DrafterRecord, JobRecord
+from outrider.spec.budget import Budget
+from outrider.spec.costs import CostCurve, DraftCosts
+from outrider.types import Ask, Drafts, Job, Plan
+
+FIRST_STEP = 0.1  # a draft step as a share of a target pass, before one was measured
+FIRST_NODES = 3.0  # tokens of a tree's level, before there was one
+BRANCHING = 1.5  # a tree may miss as seldom as this power of a chain's misses
+SOON_OVER = 64  # an answer with fewer tokens to come is not worth a measurement
+NEAR = 1.1  # passes whose rows differ by less cost about the same
+ENOUGH_ROUNDS = 6  # to compare trees with chains
+CAUGHT_UP = 8  # unread tokens that cost nothing extra
+
+
+class Gain:
+    """Tokens that rounds of a kind brought, beside those of plain decoding in the same time; the latest count most."""
+
+    __slots__ = ("_plain", "_tokens", "num_rounds")
+
+    def __init__(self) -> None:
+        self._tokens = self._plain = 0.0
+        self.num_rounds = 0
+
+    def add(self, tokens: float, plain: float) -> None:
+        self._tokens = 0.9 * self._tokens + tokens
+        self._plain = 0.9 * self._plain + plain
+        self.num_rounds += 1
+
+    def over(self, other: Gain) -> float | None:
+        """How much better; None while that is unknown."""
+        if min(self.num_rounds, other.num_rounds) < ENOUGH_ROUNDS or not self._plain or not other._tokens:
+            return None
+        return self._tokens * other._plain / (self._plain * other._tokens)
+
+
+class Knowledge:
+    """Learns from every round."""
+
+    def __init__(self, probing: float) -> None:
+        self.budget = Budget(probing)
+        self.passes = CostCurve()
+        self.num_rounds = 0
+        self.plain_round = 0  # when a pass without drafts was last measured
+        self.knows_plain = False  # what a pass without drafts costs
+        self.chains_only: set[str] = set()  # drafters that do not branch
+        self.chains, self.trees = Gain(), Gain()
+        self.tree_round = 0  # when there was a tree
+        self._costs: dict[str, DraftCosts] = {}
+        self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
+        self._jobs: dict[int, dict[str, JobRecord]] = {}
+        self._step_s = FIRST_STEP  # of drafters that were not measured
+
+    def look(self, jobs: Sequence[Job]) -> None:
+        """Take in what was learned, for a decision about these jobs."""
+        passes, num_jobs = self.passes, len(jobs)
+        if num_jobs > 1:
+            self.knows_plain = self.knows_plain or passes.knows(0, 2.2 * num_jobs)
+        else:  # a single row may be a case of its own
+            ends = all(job.limit - len(job.tokens) < SOON_OVER for job in jobs)
+            self.knows_plain = passes.knows(0, 1) or (passes.is_known and ends)
+        if self.knows_plain:
+            self.budget.settle(passes.seconds)
+        self._step_s = FIRST_STEP * passes.seconds(num_jobs)
+        for drafter in self._drafters.values():
+            drafter.look()
+
+    def learn(
+        self,
+        plan: Plan,
+        drafts: Drafts,
+        times: PassTimes,
+        outcomes: Sequence[tuple[Job, Outcome]],
+        probed: Sequence[tuple[int, str]],
+        pays: bool,
+    ) -> None:
+        """A round. probed: (job, drafter) where drafting was only tried; pays: whether drafting was to pay."""
+        pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
+        self.num_rounds += 1
+        if times.steady:
+            self.passes.add(times.num_fed, pass_s)
+            if times.num_fed == num_jobs:
+                self.plain_round = self.num_rounds
+        elif times.num_fed:
+            self.passes.hint(times.num_fed, pass_s)
+        if num_jobs:
+            passes = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs
+            if times.steady:
+                self.budget.count(num_jobs, pass_s + times.draft_s, pass_s + times.draft_s, passes, pays)
+            else:  # reading the prompt is nobody's loss
+                self.budget.count(num_jobs, pass_s + times.draft_s, times.draft_s, passes - 1.0, pays)
+        if any(plan.asks):
+            self._learn_drafts(plan, drafts, times, outcomes, probed)
+            if drafts.parents or self.tree_round:
+                self._compare(drafts, times, outcomes)
+
+    def _compare(self, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        """Rounds with trees beside those with chains."""
+        if drafts.parents:
+            self.tree_round = self.num_rounds
+        if times.steady and any(drafts.counts):
+            plain = len(outcomes) * (times.score_s + times.judge_s + times.draft_s) / self.passes.seconds(len(outcomes))
+            kind = self.trees if drafts.parents else self.chains
+            kind.add(sum(outcome.emitted for _, outcome in outcomes), plain)
+
+    def _learn_drafts(
+        self,
+        plan: Plan,
+        drafts: Drafts,
+        times: PassTimes,
+        outcomes: Sequence[tuple[Job, Outcome]],
+        probed: Sequence[tuple[int, str]],
+    ) -> None:
+        places = range(len(plan.deciding))
+        if len(outcomes) < len(plan.deciding):  # some failed
+            place_of = {job.id: place for place, job in enumerate(plan.deciding)}
+            places = [place_of[job.id] for job, _ in outcomes]
+        excused = {job.id for job, _ in drafts.fallbacks}
+        work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before
+        rounds: dict[tuple[Ask, bool, Outcome], int] = {}
+        for place, (job, outcome) in zip(places, outcomes, strict=True):
+            before = len(job.tokens) - outcome.emitted
+            for ask in plan.asks[place]:
+                name = ask.drafter
+                record = self.record(job, name)
+                unread, record.read = before - record.read, before
+                if outcome.maker != name:
+                    if job.id not in excused:
+                        self.drafter(name).add_silence()
+                    continue
+                branches = place in drafts.parents
+                key = (ask, branches, outcome)
+                rounds[key] = rounds.get(key, 0) + 1
+                record.read += outcome.accepted
+                judged = _judged(outcome)
+                expected = self.drafter(name, branches).expected(judged)
+                record.add(outcome.accepted, judged, expected)
+                if probed and outcome.accepted > expected and (job.id, name) in probed:
+                    self.budget.encourage()
+                did = work.setdefault(name, [0, 0, 0])
+                did[0] = max(did[0], outcome.depth)
+                did[1] += outcome.drafted
+                did[2] += unread
+                break
+        for (ask, branches, outcome), count in rounds.items():
+            self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
+            if ask.tree and not branches:
+                self.chains_only.add(ask.drafter)
+        for name, (steps, drafted, unread) in work.items():
+            costs = self._costs.setdefault(name, DraftCosts())
+            costs.add(times.drafters.get(name, 0.0), steps, drafted / steps, unread, self.passes)
+
+    def forget(self, job: Job) -> None:
+        self._jobs.pop(job.id, None)
+
+    def drafter(self, name: str, branches: bool = False) -> DrafterRecord:
+        record = self._drafters.get((name, branches))
+        if record is None:
+            record = DrafterRecord()
+            if branches:
+                misses = 1.0 - self.drafter(name).mean
+                record = DrafterRecord(1.0 - misses**BRANCHING, FIRST_NODES)
+            self._drafters[name, branches] = record
+        return record
+
+    def record(self, job: Job, name: str) -> JobRecord:
+        """What one drafter did for one job."""
+        records = self._jobs.get(job.id)
+        if records is None:
+            self.budget.welcome(job.limit - len(job.tokens), len(self._jobs))
+            records = self._jobs[job.id] = {}
+        record = records.get(name)
+        if record is None:
+            record = records[name] = JobRecord(len(job.tokens))
+        return record
+
+    def knows_drafter(self, name: str) -> bool:
+        """Whether something is known about its costs."""
+        return name in self._costs
+
+    def knows_steps(self, name: str) -> bool:
+        """Whether its costs are known apart from reading."""
+        return name in self._costs and self._costs[name].is_known
+
+    def draft_s(self, name: str, depth: float, jobs: float) -> float:
+        """Seconds of drafting `depth` tokens for each of `jobs` on average."""
+        costs = self._costs.get(name)
+        if costs is None or not costs.is_known:
+            return self._step_s * depth
+        return costs.seconds(depth, jobs, self.passes)
+
+    def read_s(self, job: Job, name: str) -> float:
+        """Seconds the drafter needs to catch up with a job."""
+        costs = self._costs.get(name)
+        unread = self.unread(job, name)
+        return costs.read_s * unread if costs is not None and unread > CAUGHT_UP else 0.0
+
+    def unread(self, job: Job, name: str) -> int:
+        return len(job.tokens) - self.record(job, name).read
+
+    def plain_samples(self, num_jobs: int) -> float:
+        """How often a pass without drafts was measured."""
+        return self.passes.samples(num_jobs / NEAR, num_jobs * NEAR)
+
+
+def _judged(outcome: Outcome) -> int:
+    """Places of a proposal that were judged: those kept, and the one where it ended, if that is why it ended."""
+    return outcome.accepted + (outcome.emitted > outcome.accepted and not outcome.is_bonus)
+
+
+def starters(num_jobs: int) -> int:
+    """How many jobs begin with a drafter that nothing is known of."""
+    return math.isqrt(num_jobs)
