@@ -66,8 +66,9 @@ def test_json_has_the_promised_fields() -> None:
     assert list(answer) == "text token_ids finish_reason usage seed accept speculation timing".split()  # noqa: SIM905
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 20} and len(answer["token_ids"]) == 20
     assert (answer["seed"], answer["accept"], answer["finish_reason"]) == (1, "coupled", "length")
-    counted = "method rounds drafted accepted rejected bonus acceptance_rate tokens_per_round accepted_by_position"
-    assert list(answer["speculation"]) == [*counted.split(), "fallbacks"]
+    counted = "method rounds drafted accepted rejected bonus unread acceptance_rate tokens_per_round"
+    counted += " accepted_by_position drafters widths reasons fallbacks advice"
+    assert list(answer["speculation"]) == counted.split()
     assert answer["speculation"]["method"] == "model" and answer["speculation"]["rounds"] < 20
     assert set(answer["timing"]) == {"load_s", "prefill_s", "decode_s", "tokens_per_s"}
     assert all(value > 0 for value in answer["timing"].values())

@@ -351,7 +351,7 @@ def test_fallbacks_are_counted_with_their_reason(target: MockConfig, draft: Mock
 
 
 def test_a_target_that_cannot_rewind_is_not_drafted_for_unasked() -> None:
-    engine = load(replace(CONFIG, max_rewind=0))
+    engine = load(replace(CONFIG, max_rewind=0), width=None)
     counts = engine.generate([1, 2], seed=5, max_tokens=20).statistics
     assert counts.drafted == 0
     assert counts.fallbacks == {"the target cannot rewind, so drafting saves no pass": 19}
@@ -378,7 +378,7 @@ def test_a_job_past_the_drafts_context_gives_its_place_back() -> None:
 
 def test_a_drafter_made_by_hand_reads_at_its_own_pace() -> None:
     engine = Engine.load(MockBackend(CONFIG), draft=ModelDrafter(MockBackend(DRAFT), chunk=8), prefill_chunk=16)
-    assert engine.generate(list(range(26)) * 2, seed=1, max_tokens=20).statistics.drafted > 0
+    assert engine.generate(list(range(26)) * 2, seed=1, max_tokens=20, width=4).statistics.drafted > 0
     with pytest.raises(VocabularyError):
         Engine.load(MockBackend(CONFIG), draft=ModelDrafter(MockBackend(MockConfig(vocab_size=9))))
 
@@ -567,7 +567,7 @@ def test_a_model_that_fails_to_open_fails_one_request_only(side: str) -> None:
             return super().open(*arguments)
 
     models = {"target": MockBackend(CONFIG), "draft": MockBackend(DRAFT), side: Full(CONFIG)}
-    engine = Engine.load(models["target"], draft=models["draft"])
+    engine = Engine.load(models["target"], draft=models["draft"], width=4)
     kind = BackendError if side == "target" else DraftError
     with pytest.raises(kind, match="MemoryError: no pages"):
         engine.generate([1], seed=1, max_tokens=4)

@@ -291,7 +291,7 @@ def test_a_prefix_hit_is_one_for_the_head(model: Any, target_path: Path, tmp_pat
     watch.head.sizes.clear()
     second = watch.engine.generate(longer, **settings)
     assert watch.head.sizes[0] == [4], "the entry at the edge, and three of its own"
-    assert second.statistics.fallbacks.keys() == {"the draft is still reading the prompt"}
+    assert not second.statistics.fallbacks
     assert [first.token_ids, second.token_ids] == plain(target_path, [prompt, longer], max_tokens=12, temperature=0.0)
 
 
