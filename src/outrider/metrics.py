@@ -237,7 +237,7 @@ class Statistics:
                 self.wide.add_pass(times, batch)
 
     def add_choice(self, width: int, reason: str, times: int = 1) -> None:
-        """The engine chose a width for a round, and says why. `times` counts requests with the same choice in one go."""
+        """The engine chose a width for a round, and says why. `times` counts requests with the same choice."""
         self.widths[width] = self.widths.get(width, 0) + times
         self.reasons[reason] = self.reasons.get(reason, 0) + times
 

@@ -35,9 +35,15 @@ class Budget:
         """An answer of so many tokens begins beside others."""
         self._answers += ANSWER * min(LONGEST, num_tokens) / (1.0 + SHARED * num_others)
 
-    def count(self, num_jobs: int, seconds: float, lost_s: float, passes: float, pays: bool) -> None:
-        """A round took `lost_s` of its seconds for what plain decoding does in so many passes. pays: as was decided."""
+    def count(self, num_jobs: int, seconds: float, lost_s: float, passes: float, invested_s: float | None) -> None:
+        """A round took `lost_s` of its seconds for what plain decoding does in so many passes.
+
+        invested_s: seconds of that for later rounds, where drafting was to pay; else None.
+        """
         self._elapsed += seconds
+        pays = invested_s is not None
+        if invested_s:
+            self._drafted += invested_s
         sums = self._open.get((num_jobs, pays))
         if sums is None:
             sums = self._open[num_jobs, pays] = [0.0, 0.0]

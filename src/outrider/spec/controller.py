@@ -16,6 +16,7 @@ from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.spec.acceptance import JobRecord
 from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope, plain_rate
 from outrider.spec.knowledge import NEAR, Knowledge, starters
+from outrider.spec.probe import Candidate, Probes, cheapest
 from outrider.types import Ask, Drafts, Job, Plan
 
 FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
@@ -188,7 +189,9 @@ class AdaptiveController:
             return False
         begun[name] = begun.get(name, 0) + 1
         largest = known.passes.largest
-        is_cheap = known.knows_drafter(name) and known.read_s(job, name) * largest < CHEAP * known.passes.seconds(largest)
+        is_cheap = known.knows_drafter(name) and known.read_s(job, name) * largest < CHEAP * known.passes.seconds(
+            largest
+        )
         return is_cheap or begun[name] <= starters(len(self._jobs))
 
     def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
@@ -219,7 +222,9 @@ class AdaptiveController:
             self._give(groups, [], MEASURING)
             return
         if drafts:
-            self._give(found.groups, found.best.places, found.reason or f"drafting pays: about {_rounded(ratio)}x of plain")
+            self._give(
+                found.groups, found.best.places, found.reason or f"drafting pays: about {_rounded(ratio)}x of plain"
+            )
         else:
             self._give(groups, [], f"plain: drafting would give about {_rounded(ratio)}x")
         rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
@@ -330,18 +335,21 @@ class AdaptiveController:
             if now.room(view.place) >= SHORT and all(ask.drafter != offer.drafter for ask in self._asks[view.place])
         ]
         resting.sort(key=lambda entry: self._reluctance(now, *entry))
-        others = Others(now.batch.rows, {})
+        others, rate = Probes(now.batch.rows, {}), max(now.rate, now.plain_rate)
         first = total = 0.0
         for place, offer in resting[: max(1, len(now.jobs) // 4)]:
-            width, loss, seconds = self._cheapest(now, place, offer, others)
-            allowed = self._allowed(now, groups)
-            if loss > (allowed if loss < 0.3 * seconds else 0.5 * allowed) or (total and loss > 0.4 * first):
+            job, drafter = now.jobs[place], known.drafter(offer.drafter)
+            chances, entry_s = drafter.outlook(offer.shift, offer.width), known.read_s(job, offer.drafter)
+            candidate = Candidate(offer.drafter, chances, drafter.answers, entry_s)
+            probe = cheapest(candidate, others, known.passes.seconds, known.draft_s, rate, len(now.jobs))
+            allowed = self._allowed(now, groups) * (1.0 if probe.loss_s < 0.3 * probe.seconds else 0.5)
+            if probe.loss_s > allowed or (total and probe.loss_s > 0.4 * first):  # the first may pay the draft steps
                 break
-            others = others.plus(offer.drafter, width)
-            first, total = first or loss, total + loss
-            self._probed.append((now.jobs[place].id, offer.drafter))
+            others = others.plus(offer.drafter, probe.width)
+            first, total = first or probe.loss_s, total + probe.loss_s
+            self._probed.append((job.id, offer.drafter))
             widths = {ask.drafter: ask.width for ask in self._asks[place]}
-            self._ask(place, {**widths, offer.drafter: width}, {}, PROBING)
+            self._ask(place, {**widths, offer.drafter: probe.width}, {}, PROBING)
         if self._probed:
             self._left = 0
             known.budget.wait(total, now.pass_s)
@@ -350,27 +358,6 @@ class AdaptiveController:
         """Who has little to catch up comes first, then who was not asked for long."""
         job, known = now.jobs[place], self._known
         return round(50.0 * known.read_s(job, offer.drafter) / now.pass_s), -known.unread(job, offer.drafter)
-
-    def _cheapest(self, now: Situation, place: int, offer: Offer, others: Others) -> tuple[int, float, float]:
-        """The width that costs the least per token judged, beside others that are probed; what it loses, its seconds."""
-        known, passes, name = self._known, self._known.passes, offer.drafter
-        drafter = known.drafter(name)
-        chances, answers = drafter.outlook(offer.shift, offer.width), drafter.answers
-        entry_s, pass_s, rate = known.read_s(now.jobs[place], name), passes.seconds(others.rows), max(now.rate, now.plain_rate)
-        # One of many that gets ahead leaves the others their passes: it saves its row
-        token_s = 1.0 / rate if len(now.jobs) == 1 else min(1.0 / rate, pass_s - passes.seconds(others.rows - 1.0))
-        before_s = others.draft_s(name, known.draft_s)
-        best, best_value, gained, judged = (1, 0.0, 0.0), float("inf"), 0.0, 0.0
-        for width in range(1, offer.width + 1):
-            judged += chances[width - 2] if width > 1 else 1.0
-            gained += chances[width - 1] * answers
-            drafting_s = others.plus(name, width).draft_s(name, known.draft_s) - before_s
-            seconds = passes.seconds(others.rows + width * answers) + drafting_s + entry_s
-            loss = max(0.0, seconds - pass_s - gained * token_s)
-            value = (loss + 0.02 * pass_s / len(now.jobs)) / judged
-            if value < best_value:
-                best, best_value = (width, loss, seconds), value
-        return best
 
     def _allowed(self, now: Situation, groups: Sequence[Group]) -> float:
         """Seconds that a try may lose."""
@@ -392,24 +379,6 @@ class AdaptiveController:
                 each = nodes.get(name, 1.0)
                 asks.append(Ask(name, min(most, round(places[name] * each)), tree or each > 1.0))
         self._asks[place], self._reasons[place] = tuple(asks), reason
-
-
-class Others(NamedTuple):
-    """Jobs that are probed in the same round."""
-
-    rows: float
-    steps: dict[str, list[float]]  # drafter -> jobs in each step
-
-    def plus(self, name: str, width: int) -> Others:
-        steps = list(self.steps.get(name, []))
-        steps += [0.0] * (width - len(steps))
-        for place in range(width):
-            steps[place] += 1.0
-        return Others(self.rows + width, {**self.steps, name: steps})
-
-    def draft_s(self, name: str, draft_s: Callable[[str, float, float], float]) -> float:
-        steps = self.steps.get(name)
-        return draft_s(name, len(steps), sum(steps) / len(steps)) if steps else 0.0
 
 
 def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:

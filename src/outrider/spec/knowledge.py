@@ -1,4 +1,4 @@
-"""All that was measured while serving: what passes and drafts cost, what becomes of drafts, what was gained and lost."""
+"""All that was measured while serving: what passes and drafts cost, what becomes of drafts, what was gained by them."""
 
 from __future__ import annotations
 
@@ -90,16 +90,18 @@ class Knowledge:
                 self.plain_round = self.num_rounds
         elif times.num_fed:
             self.passes.hint(times.num_fed, pass_s)
-        if num_jobs:
-            passes = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs
-            if times.steady:
-                self.budget.count(num_jobs, pass_s + times.draft_s, pass_s + times.draft_s, passes, pays)
-            else:  # reading the prompt is nobody's loss
-                self.budget.count(num_jobs, pass_s + times.draft_s, times.draft_s, passes - 1.0, pays)
+        reading_s = 0.0
         if any(plan.asks):
-            self._learn_drafts(plan, drafts, times, outcomes, probed)
+            reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed)
             if drafts.parents or self.tree_round:
                 self._compare(drafts, times, outcomes)
+        if num_jobs:
+            passes, seconds = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs, pass_s + times.draft_s
+            invested_s = reading_s if pays else None
+            if times.steady:
+                self.budget.count(num_jobs, seconds, seconds, passes, invested_s)
+            else:  # reading the prompt is nobody's loss
+                self.budget.count(num_jobs, seconds, times.draft_s, passes - 1.0, invested_s)
 
     def _compare(self, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """Rounds with trees beside those with chains."""
@@ -117,20 +119,22 @@ class Knowledge:
         times: PassTimes,
         outcomes: Sequence[tuple[Job, Outcome]],
         probed: Sequence[tuple[int, str]],
-    ) -> None:
-        places = range(len(plan.deciding))
+    ) -> float:
+        """Returns the seconds that went into prompts."""
+        reading_s = 0.0
+        places: Sequence[int] = range(len(plan.deciding))
         if len(outcomes) < len(plan.deciding):  # some failed
             place_of = {job.id: place for place, job in enumerate(plan.deciding)}
             places = [place_of[job.id] for job, _ in outcomes]
         excused = {job.id for job, _ in drafts.fallbacks}
-        work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before
+        work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before, by newcomers of those
         rounds: dict[tuple[Ask, bool, Outcome], int] = {}
         for place, (job, outcome) in zip(places, outcomes, strict=True):
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
                 name = ask.drafter
                 record = self.record(job, name)
-                unread, record.read = before - record.read, before
+                unread, is_new, record.read = before - record.read, not record.read, before
                 if outcome.maker != name:
                     if job.id not in excused:
                         self.drafter(name).add_silence()
@@ -144,18 +148,21 @@ class Knowledge:
                 record.add(outcome.accepted, judged, expected)
                 if probed and outcome.accepted > expected and (job.id, name) in probed:
                     self.budget.encourage()
-                did = work.setdefault(name, [0, 0, 0])
+                did = work.setdefault(name, [0, 0, 0, 0])
                 did[0] = max(did[0], outcome.depth)
                 did[1] += outcome.drafted
                 did[2] += unread
+                did[3] += unread * is_new
                 break
         for (ask, branches, outcome), count in rounds.items():
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
-        for name, (steps, drafted, unread) in work.items():
+        for name, (steps, drafted, unread, first) in work.items():
             costs = self._costs.setdefault(name, DraftCosts())
             costs.add(times.drafters.get(name, 0.0), steps, drafted / steps, unread, self.passes)
+            reading_s += min(times.draft_s, costs.read_s * first)
+        return reading_s
 
     def forget(self, job: Job) -> None:
         self._jobs.pop(job.id, None)
