@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.mock import MockBackend, mock_tokenizer
-from outrider.clock import VirtualClock
+from outrider.clock import Clock, VirtualClock
 from outrider.config import MockConfig
 from outrider.draft.base import Drafter
 from outrider.draft.lookup import ScriptedDrafter
@@ -37,9 +37,9 @@ DRAFTS = ("model", "twin", "forward-only", "forgetful", "crowded", "scripted", "
 CHAINS = ("ngram,model", "suffix,trees", "suffix,ngram,mixed,twin", "ngram,suffix,forward-only")
 
 
-def draft_of(kind: str, config: MockConfig) -> str | MockBackend | Drafter | list[Any]:
+def draft_of(kind: str, config: MockConfig, clock: Clock | None = None) -> str | MockBackend | Drafter | list[Any]:
     if "," in kind:
-        return [draft_of(one, config) for one in kind.split(",")]
+        return [draft_of(one, config, clock) for one in kind.split(",")]
     if kind == "scripted":
         return noise_script(config.vocab_size, config.seed)
     if kind in ("trees", "mixed"):
@@ -53,7 +53,8 @@ def draft_of(kind: str, config: MockConfig) -> str | MockBackend | Drafter | lis
         "forgetful": {"context": 12},
         "crowded": {"max_slots": 1},
     }[kind]
-    return MockBackend(replace(config, **{"drift": 0.8, "max_rewind": None, **changes}))
+    changes = {"drift": 0.8, "max_rewind": None, "seconds_per_pass": config.seconds_per_pass / 50, **changes}
+    return MockBackend(replace(config, **changes), clock=clock)
 
 
 mocks = st.builds(
@@ -65,6 +66,7 @@ mocks = st.builds(
     sharpness=st.floats(0.1, 4.0),
     order=st.sampled_from([None, 1, 2]),
     max_rewind=st.sampled_from([None, None, 0, 2]),
+    seconds_per_pass=st.just(1.0),  # of a clock of the test's own: where the engine chooses, drafting pays
 )
 controls = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.0, 0.3, 1.0, 1.5])},
@@ -122,11 +124,13 @@ def test_coupled_and_greedy_equal_plain(
     data: st.DataObject,
 ) -> None:
     prompt = data.draw(st.lists(st.integers(0, config.vocab_size - 1), min_size=1, max_size=7))
-    target = MockBackend(config)
+    clock = VirtualClock()
+    target = MockBackend(config, clock=clock)
     tokenizer = mock_tokenizer(config.vocab_size)
     engine = Engine.load(
         target,
-        draft=draft_of(draft, config),
+        draft=draft_of(draft, config, clock),
+        clock=clock,
         width=width,
         tree=tree,
         tokenizer=tokenizer,
@@ -171,7 +175,9 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
     leaves_after: int,
 ) -> None:
     """Also under `rejection`: seed, rule, width and drafter repeat the tokens, whoever shares the pass."""
-    engine = Engine.load(MockBackend(config), draft=draft_of(draft, config), width=width, tree=tree)
+    clock = VirtualClock()
+    backend, drafter = MockBackend(config, clock=clock), draft_of(draft, config, clock)
+    engine = Engine.load(backend, draft=drafter, width=width, tree=tree, clock=clock)
     requests = [
         Request(prompt=[1, 0], sampling=SamplingParams(seed=seed, accept=rule, **shape), max_tokens=8, choice=choice)
         for choice, shape in enumerate(shapes)
@@ -190,10 +196,12 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
 
 def test_whoever_chooses_the_width_knows_what_the_target_reads() -> None:
     """A tree was asked for, and the width left to the engine: a target of chains gets chains."""
-    config = MockConfig(vocab_size=8, seed=1, max_rewind=4)
-    engine = Engine.load(MockBackend(config), draft=draft_of("model", config))
-    settings = {"max_tokens": 30, "seed": 3}
+    clock = VirtualClock()
+    config = MockConfig(vocab_size=8, seed=1, max_rewind=4, seconds_per_pass=1.0)
+    engine = Engine.load(MockBackend(config, clock=clock), draft=draft_of("twin", config, clock), clock=clock)
+    settings = {"max_tokens": 60, "seed": 3}
     same(engine.generate([1, 2], tree=True, **settings), engine.generate([1, 2], width=0, **settings))
+    assert engine.loop.statistics.drafted > 0
 
 
 @pytest.mark.parametrize("draft", ["model", "trees"])
@@ -228,7 +236,7 @@ EVERYBODY = "ngram,suffix,trees,mixed,model"
     chunk=st.integers(1, 8),
     asked=st.lists(
         st.tuples(
-            st.sampled_from([*EVERYBODY.split(","), EVERYBODY, "none", None]),
+            st.sampled_from([*EVERYBODY.split(","), EVERYBODY, "model,ngram", "suffix,mixed", "none", None]),
             st.sampled_from([None, 0, 1, 3, 8, 16]),
             trees,
             controls,
@@ -243,7 +251,9 @@ def test_a_batch_of_all_methods_equals_plain(
     config: MockConfig, seed: int, chunk: int, asked: list[tuple[Any, ...]]
 ) -> None:
     """Whoever drafts, in whatever shape, beside whomever; jobs under `rejection` are only neighbours."""
-    engine = Engine.load(MockBackend(config), draft=draft_of(EVERYBODY, config), prefill_chunk=chunk, max_batch=5)
+    clock = VirtualClock()
+    backend, drafts = MockBackend(config, clock=clock), draft_of(EVERYBODY, config, clock)
+    engine = Engine.load(backend, draft=drafts, prefill_chunk=chunk, max_batch=5, clock=clock)
     requests = [
         Request(
             prompt=prompt,

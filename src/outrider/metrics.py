@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+LOSING = "plain: drafting would give about "  # how a reason for width 0 begins that names the speed-up
 EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
 
@@ -287,6 +288,8 @@ class Statistics:
     @property
     def advice(self) -> str | None:
         """Plain words when speculation does not pay."""
+        if self._verdict is not None:
+            return self._verdict
         speedup, source = self.estimated_speedup, "estimated"
         if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate
             speedup, source = self.measured_speedup, "measured"
@@ -296,6 +299,22 @@ class Statistics:
         if self.acceptance_rate < 0.3:
             cure = f"only {self.acceptance_rate:.0%} of the drafts are kept: try another draft, or width 0"
         return f"speculation does not pay here ({source} {speedup:.2f}x of plain); {cure}"
+
+    @property
+    def _verdict(self) -> str | None:
+        """What the engine's own choices come to, where they were mostly not to draft."""
+        choices, resting = sum(self.widths.values()), self.widths.get(0, 0)
+        whys = [reason for reason in self.reasons if reason.startswith(LOSING)]
+        if not whys or resting < 0.8 * choices:
+            return None
+        outlook = max(whys, key=self.reasons.__getitem__).removeprefix(LOSING)
+        cure = "try a cheaper draft"
+        if self.acceptance_rate < 0.3:
+            cure = f"only {self.acceptance_rate:.0%} of the drafts are kept: try another draft"
+        return (
+            f"speculation does not pay here, so the engine decodes plainly ({resting / choices:.0%} of the rounds; "
+            f"drafting would give about {outlook} of plain); {cure}"
+        )
 
     def report(self) -> dict[str, Any]:
         """Everything as plain data, for JSON."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.config import WidthConfig
-from outrider.metrics import Outcome, PassTimes, Statistics
+from outrider.metrics import LOSING, Outcome, PassTimes, Statistics
 from outrider.spec.acceptance import JobRecord
 from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope, plain_rate
 from outrider.spec.knowledge import NEAR, Knowledge, starters
@@ -23,14 +23,20 @@ FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
 SHORT = 16  # an answer with fewer tokens to come tries nothing new
 CHEAP = 0.5  # of a row in the largest pass: who can catch up for that may start at once
 NOTABLE = 1.03  # what is not known is tried when it may be better by so much
+LIKELY = 0.85  # of what plain decoding could bring at most: drafting that brings more needs no comparison
 SURE = 4.0  # samples of a pass, where they differ by chance
 SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
 CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
 LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
 LONGEST_HOLD = 8.0  # rounds a decision stands
+LONGEST_DELAY = 2  # rounds it stands when jobs come and go
+MOST_ATTEMPTS = 3  # rounds that an unknown drafter is asked, whatever is expected of it
+WORTH_TRYING = 100  # tokens to come, for that
 CHARGE = 1.0 / 16.0  # catching up is counted in such parts of a pass
 
 FIRST_TRY = "plain: a few other requests try the draft first"
+NEW = "plain: a new request waits for the next decision"
+UNKNOWN = "trying a draft that nothing is known of"
 MEASURING = "measuring what plain decoding costs"
 TRYING = "trying a width that was not measured"
 BRANCHING = "trying a tree"
@@ -100,11 +106,12 @@ class AdaptiveController:
         self._is_fresh = False  # made for the round under way
         self._pays = False  # drafts, since that is known to be better
         self._num_trees = 0  # decisions for trees
+        self._attempts: dict[str, int] = {}  # drafter -> rounds it was tried, knowing nothing
 
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
         self._is_fresh = True
         is_same = jobs == self._jobs
-        if is_same and self._left > 0 and rows == self._rows:
+        if self._left > 0 and rows == self._rows and (is_same or self._take_over(jobs, rooms)):
             self._left -= 1
             if rooms != self._rooms:  # near the end of an answer
                 return [_within(asks, room) for asks, room in zip(self._asks, rooms, strict=True)]
@@ -118,6 +125,23 @@ class AdaptiveController:
         self._decide(self._survey(rows))
         self._hold = min(LONGEST_HOLD, self._hold + (1.0 if self._asks == before else 0.25))
         return self._asks
+
+    def _take_over(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> bool:
+        """Whether the decision can stand a little longer though some jobs left and came; those who came rest."""
+        places = {job.id: place for place, job in enumerate(self._jobs)}
+        known = [places.get(job.id) for job in jobs]
+        if 8 * known.count(None) > len(jobs) or 8 * len(jobs) < 7 * len(self._jobs):
+            return False
+        self._asks = [
+            self._asks[place] if place is not None else room if job.width is not None else ()
+            for job, room, place in zip(jobs, rooms, known, strict=True)
+        ]
+        self._reasons = [
+            self._reasons[place] if place is not None else NEW if room and job.width is None else ""
+            for job, room, place in zip(jobs, rooms, known, strict=True)
+        ]
+        self._jobs, self._rooms, self._left = list(jobs), list(rooms), min(self._left, LONGEST_DELAY)
+        return True
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         self._known.learn(plan, drafts, times, outcomes, self._probed, self._is_fresh and self._pays)
@@ -133,9 +157,9 @@ class AdaptiveController:
         counts: dict[tuple[int, str], int] = {}
         for job, asks, reason in zip(plan.deciding, plan.asks, self._reasons, strict=True):
             if reason:
-                width = asks[0].width if asks else 0
-                job.statistics.add_choice(width, reason)
-                counts[width, reason] = counts.get((width, reason), 0) + 1
+                choice = (asks[0].width if asks else 0, reason)
+                job.statistics.add_choice(*choice)
+                counts[choice] = counts.get(choice, 0) + 1
         if self._statistics is not None:
             for (width, reason), times in counts.items():
                 self._statistics().add_choice(width, reason, times)
@@ -147,7 +171,7 @@ class AdaptiveController:
         fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
         batch, pass_s = Batch(float(fed), float(len(jobs))), known.passes.seconds(fed)
         views: list[View] = []
-        begun: dict[str, int] = {}
+        begun: dict[str, int] = {}  # jobs that begin with a drafter that is not known yet
         for place, (job, room) in enumerate(zip(jobs, self._rooms, strict=True)):
             if not room:
                 continue
@@ -162,7 +186,7 @@ class AdaptiveController:
             offers = [
                 self._offer(job, ask, record, pass_s)
                 for ask, record in zip(room, records, strict=True)
-                if self._may_start(job, ask.drafter, begun)
+                if (known.knows_plain and known.knows_steps(ask.drafter)) or self._may_start(job, ask.drafter, begun)
             ]
             views.append(View(place, tuple(offers)))
         rate = plain_rate(batch, known.passes.seconds, known.draft_s)
@@ -183,20 +207,18 @@ class AdaptiveController:
     def _may_start(self, job: Job, name: str, begun: dict[str, int]) -> bool:
         """A drafter that nothing is known of begins with a few jobs."""
         known = self._known
-        if known.knows_plain and known.knows_steps(name):
-            return True
         if job.limit - len(job.tokens) < SHORT:
             return False
         begun[name] = begun.get(name, 0) + 1
+        if begun[name] <= starters(len(self._jobs)):
+            return True
         largest = known.passes.largest
-        is_cheap = known.knows_drafter(name) and known.read_s(job, name) * largest < CHEAP * known.passes.seconds(
-            largest
-        )
-        return is_cheap or begun[name] <= starters(len(self._jobs))
+        row_s = known.passes.seconds(largest) / largest if largest else 0.0
+        return known.knows_drafter(name) and known.read_s(job, name) < CHEAP * row_s
 
     def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
         known = self._known
-        width = ask.width if known.knows_plain else min(ask.width, FIRST_WIDTH)
+        width = ask.width if known.passes.is_known else min(ask.width, FIRST_WIDTH)
         # Catching up is spread over what is left of the answer, about two tokens a round
         entry_s = known.read_s(job, ask.drafter) * min(1.0, 2.0 / max(1, job.limit - len(job.tokens)))
         branches = ask.tree and ask.drafter not in known.chains_only
@@ -218,15 +240,19 @@ class AdaptiveController:
             found = self._branching(now, found)
         ratio = found.best.rate / now.plain_rate
         drafts = ratio > known.budget.margin(now.plain_rate) and (found.reason is not None or self._repays(now, found))
-        if drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
-            self._give(groups, [], MEASURING)
-            return
+        if not drafts and self._is_untried(now):
+            found, drafts = found._replace(reason=UNKNOWN), True
+        elif drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
+            if found.best.rate < LIKELY * known.passes.most_per_second:
+                self._give(groups, [], MEASURING)
+                return
+            known.knows_plain = known.is_surely_slower = True
         if drafts:
             self._give(
                 found.groups, found.best.places, found.reason or f"drafting pays: about {_rounded(ratio)}x of plain"
             )
         else:
-            self._give(groups, [], f"plain: drafting would give about {_rounded(ratio)}x")
+            self._give(groups, [], f"{LOSING}{_rounded(ratio)}x")
         rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
         if found.reason is None and (not drafts or known.passes.knows(rows / NEAR**2, rows * NEAR**2)):
             self._left = int(self._hold) - 1
@@ -235,6 +261,19 @@ class AdaptiveController:
                     self._measure_plain(now, groups)
                 else:
                     self._probe(now, groups)
+
+    def _is_untried(self, now: Situation) -> bool:
+        """Whether nothing is known of a drafter, and there is time enough to use it if it is good."""
+        names = {
+            offer.drafter
+            for place, offers in now.views
+            for offer in offers
+            if not self._known.knows_steps(offer.drafter) and now.room(place) >= WORTH_TRYING
+        }
+        names = {name for name in names if self._attempts.get(name, 0) < MOST_ATTEMPTS}
+        for name in names:
+            self._attempts[name] = self._attempts.get(name, 0) + 1
+        return bool(names)
 
     def _groups(self, now: Situation, *, trees: bool) -> list[Group]:
         """Jobs that promise the same, together."""
@@ -314,7 +353,8 @@ class AdaptiveController:
         known = self._known
         if ratio < 1.0 + 4.0 * known.passes.noise:
             return known.plain_samples(len(self._jobs)) < SURE
-        return ratio < 2.0 and known.num_rounds - known.plain_round > LONG_AGO
+        never = known.is_surely_slower and not known.plain_round
+        return ratio < 2.0 and (never or known.num_rounds - known.plain_round > LONG_AGO)
 
     def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
         loss = now.pass_s - now.batch.tokens / now.rate

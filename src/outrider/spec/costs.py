@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 
 EXACT = 48  # passes of more rows share a point with those of about as many
+LEAST = 1e-9  # seconds: nothing takes no time
 CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
 PACE = 0.04  # how quickly the common pace follows
@@ -53,19 +54,26 @@ class CostCurve:
         """How often such sizes were measured, as far as it remembers."""
         return sum([point[2] for point in self._points.values() if least <= point[0] <= most])
 
+    @property
+    def most_per_second(self) -> float:
+        """Of what one row can bring: fewer rows take at least their share of a larger pass."""
+        return min(
+            [point[0] / (point[1] * self._pace) for point in self._points.values() if point[1]], default=math.inf
+        )
+
     def hint(self, size: float, seconds: float) -> None:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
-        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, seconds / self._pace, 0.1]
+        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, 0.1]
         self._is_settled = False
 
     def add(self, size: float, seconds: float) -> None:
         key = int(size + 0.5) if size <= EXACT else EXACT + 1 + int(CLASSES * math.log(size / EXACT))
-        point = self._points.get(key)
+        point, seconds = self._points.get(key), max(seconds, LEAST)
         if point is None:
             if self._points:  # the first sample of a point is the least certain
                 seconds = min(seconds, 4.0 * self.seconds(size))
             self._points[key] = [size, seconds / self._pace, 1.0]
-        elif seconds < 0.5 * point[1] * self._pace or point[1] <= 0.0:
+        elif seconds < 0.5 * point[1] * self._pace:
             point[1], point[2] = seconds / self._pace, 1.0
         else:
             change = min(seconds / (point[1] * self._pace), 2.0) - 1.0

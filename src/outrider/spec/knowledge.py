@@ -50,6 +50,7 @@ class Knowledge:
         self.num_rounds = 0
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
+        self.is_surely_slower = False  # plain decoding, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
         self.tree_round = 0  # when there was a tree
@@ -65,7 +66,7 @@ class Knowledge:
             self.knows_plain = self.knows_plain or passes.knows(0, 2.2 * num_jobs)
         else:  # a single row may be a case of its own
             ends = all(job.limit - len(job.tokens) < SOON_OVER for job in jobs)
-            self.knows_plain = passes.knows(0, 1) or (passes.is_known and ends)
+            self.knows_plain = self.is_surely_slower or passes.knows(0, 1) or (passes.is_known and ends)
         if self.knows_plain:
             self.budget.settle(passes.seconds)
         self._step_s = FIRST_STEP * passes.seconds(num_jobs)
@@ -107,7 +108,7 @@ class Knowledge:
         """Rounds with trees beside those with chains."""
         if drafts.parents:
             self.tree_round = self.num_rounds
-        if times.steady and any(drafts.counts):
+        if times.steady and outcomes and any(drafts.counts):
             plain = len(outcomes) * (times.score_s + times.judge_s + times.draft_s) / self.passes.seconds(len(outcomes))
             kind = self.trees if drafts.parents else self.chains
             kind.add(sum(outcome.emitted for _, outcome in outcomes), plain)
@@ -121,7 +122,6 @@ class Knowledge:
         probed: Sequence[tuple[int, str]],
     ) -> float:
         """Returns the seconds that went into prompts."""
-        reading_s = 0.0
         places: Sequence[int] = range(len(plan.deciding))
         if len(outcomes) < len(plan.deciding):  # some failed
             place_of = {job.id: place for place, job in enumerate(plan.deciding)}
@@ -132,7 +132,7 @@ class Knowledge:
         for place, (job, outcome) in zip(places, outcomes, strict=True):
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
-                name = ask.drafter
+                name = ask[0]
                 record = self.record(job, name)
                 unread, is_new, record.read = before - record.read, not record.read, before
                 if outcome.maker != name:
@@ -142,22 +142,30 @@ class Knowledge:
                 branches = place in drafts.parents
                 key = (ask, branches, outcome)
                 rounds[key] = rounds.get(key, 0) + 1
-                record.read += outcome.accepted
-                judged = _judged(outcome)
+                kept, judged = outcome.accepted, _judged(outcome)
                 expected = self.drafter(name, branches).expected(judged)
-                record.add(outcome.accepted, judged, expected)
-                if probed and outcome.accepted > expected and (job.id, name) in probed:
+                record.add(kept, judged, expected)
+                record.read += kept
+                if probed and kept > expected and (job.id, name) in probed:
                     self.budget.encourage()
-                did = work.setdefault(name, [0, 0, 0, 0])
-                did[0] = max(did[0], outcome.depth)
+                did = work.get(name)
+                if did is None:
+                    did = work[name] = [0, 0, 0, 0]
+                if outcome.depth > did[0]:
+                    did[0] = outcome.depth
                 did[1] += outcome.drafted
                 did[2] += unread
-                did[3] += unread * is_new
+                if is_new:
+                    did[3] += unread
                 break
         for (ask, branches, outcome), count in rounds.items():
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
+        return self._learn_costs(times, work)
+
+    def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
+        reading_s = 0.0
         for name, (steps, drafted, unread, first) in work.items():
             costs = self._costs.setdefault(name, DraftCosts())
             costs.add(times.drafters.get(name, 0.0), steps, drafted / steps, unread, self.passes)

@@ -56,7 +56,9 @@ class WidthChooser:
         choices = [self._room(job) for job in jobs]
         if any(choice.asks and job.width is None for job, choice in zip(jobs, choices, strict=True)):
             chosen = self.controller.choose(jobs, [choice.asks for choice in choices], rows)
-            choices = [choice._replace(asks=asks) for choice, asks in zip(choices, chosen, strict=True)]
+            choices = [
+                choice._replace(asks=_within(asks, choice.asks)) for asks, choice in zip(chosen, choices, strict=True)
+            ]
             for job, asks in zip(jobs, chosen, strict=True):
                 job.wanted = bool(asks)
         return choices
@@ -89,3 +91,10 @@ class WidthChooser:
         if len(ready) < len(job.drafters) and len(job.tokens) - job.cached == 1:  # else the target is reading it, too
             fallback = READING
         return Choice(tuple(Ask(name, width, tree) for name in ready), fallback)
+
+
+def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """No tree where the target reads none."""
+    if room and room[0].tree:
+        return asks
+    return tuple(ask._replace(tree=False) if ask.tree else ask for ask in asks)
