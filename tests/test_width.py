@@ -152,9 +152,13 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     values = [curve.seconds(size / 2) for size in range(2, 100)]
     assert values == sorted(values) and curve.seconds(6) == pytest.approx(2.5, abs=0.1)
     assert curve.seconds(1) == pytest.approx(1.3, abs=0.1) and curve.seconds(32) > curve.hopeful(32) > 5.0
-    assert 2.8 < curve.hopeful(14) < curve.seconds(14), "as flat as before, but for what parts of 16 would cost"
     curve.hint(100, 20.0)
     assert curve.seconds(100) == pytest.approx(20.0) and curve.seconds(16) == 5.0
+    gap = CostCurve()
+    for size, seconds in ((1, 1.0), (8, 1.1), (32, 3.0)):
+        gap.add(size, seconds)
+    assert 1.1 < gap.hopeful(12) < 1.2 < gap.seconds(12), "it may go on as before,"
+    assert gap.hopeful(24) == pytest.approx(24 / 32 * 3.0), "until parts of the larger pass would be quicker"
 
 
 def test_draft_costs_keep_reading_apart() -> None:
