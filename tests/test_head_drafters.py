@@ -454,7 +454,7 @@ def test_ranked_trees_hold_the_likeliest_nodes(seed: int) -> None:
     law, drafts = Law(seed), Drafts([], None)
     job = job_for([1, 2], temperature=1.0, accept="rejection")
     room = LEVEL  # a level has as many tips, so none of the best can be missed
-    grow_heads(SamplingOps(np), [job], [room], [100], [True], law.read, drafts)
+    drafts = grow_heads(SamplingOps(np), [job], [room], [100], [True], law.read, drafts)
     tokens, parents = drafts.proposals()[0], drafts.parents[0]
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
@@ -463,7 +463,7 @@ def test_ranked_trees_hold_the_likeliest_nodes(seed: int) -> None:
     assert set(paths) == set(law.best(2, room)) and drafts.probs is None
     rooms = Drafts([], None)
     law.num_fed = 0
-    grow_heads(SamplingOps(np), [job], [12], [5], [True], law.read, rooms)
+    drafts = grow_heads(SamplingOps(np), [job], [12], [5], [True], law.read, rooms)
     assert rooms.counts == [12] and law.num_fed <= 5
 
 
@@ -472,6 +472,6 @@ def test_ranked_trees_of_certain_drafts_are_chains() -> None:
     law.rows[:] = -100.0
     law.rows[[0, 1, 2, 3], [1, 2, 3, 0]] = 0.0
     jobs = [job_for([1, 2], temperature=0.0), job_for([1], temperature=0.0)]
-    grow_heads(SamplingOps(np), jobs, [4, 2], [50, 50], [True, False], law.read, drafts)
+    drafts = grow_heads(SamplingOps(np), jobs, [4, 2], [50, 50], [True, False], law.read, drafts)
     assert drafts.proposals() == [[3, 0, 1, 2], [2, 3]]
     assert drafts.parents == {0: [-1, 0, 1, 2]} and drafts.counts == [4, 2]

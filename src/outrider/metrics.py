@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 LOSING = "plain: drafting would give about "  # how a reason for width 0 begins that names the speed-up
@@ -43,6 +44,7 @@ class Outcome(NamedTuple):
     maker: str  # who drafted, "" for nobody
 
     @classmethod
+    @lru_cache(maxsize=4096)  # there are few different ones, and every job has one in every round
     def of_chain(cls, drafted: int, accepted: int, emitted: int, maker: str = "") -> Outcome:
         kept = min(accepted, emitted)
         refused = 1 if accepted < drafted and emitted > accepted else 0

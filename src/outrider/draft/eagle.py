@@ -79,7 +79,7 @@ class EagleDrafter:
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         feeds = [self._feed(job, room, tree, drafts) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
         rooms = [min(room, feed) for room, feed in zip(rooms, feeds, strict=True)]
-        grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
+        drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
         for job in jobs:
             if job.id in self.seats:
                 self.seats[job.id].guesses = None

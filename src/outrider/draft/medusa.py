@@ -59,7 +59,7 @@ class MedusaDrafter:
             asking = [job for job, room in zip(jobs, rooms, strict=True) if room]
             rows = self.head.rows(torch.stack([self.states[job.id][1] for job in asking]), depth)
             self._rows = {job.id: row for job, row in zip(asking, rows, strict=True)}
-        grow_heads(self.head.target.ops, jobs, rooms, rooms, trees, self._read, drafts, depth=depth)
+        drafts = grow_heads(self.head.target.ops, jobs, rooms, rooms, trees, self._read, drafts, depth=depth)
         self._rows = {}
         drafts.steps = int(depth > 0)
         return drafts

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from outrider.draft.growth import DEPTH, LEVEL, Read, Sprout, grow
+from outrider.draft.join import Part, join
 from outrider.errors import DraftError, RequestError
 from outrider.sampling.branch import Children, DraftRows
 from outrider.sampling.ops import SamplingOps
@@ -32,8 +33,8 @@ def grow_heads(
     drafts: Drafts,
     *,
     depth: int = DEPTH,
-) -> None:
-    """Ranked trees for those that may branch, chains for the others."""
+) -> Drafts:
+    """Ranked trees for those that may branch, chains for the others; `drafts` brings the fallbacks."""
     chains = [index for index, tree in enumerate(trees) if not tree]
     branching = [index for index, tree in enumerate(trees) if tree]
     if not branching:
@@ -49,28 +50,10 @@ def grow_heads(
         grow(ops, pick(jobs, chains), pick(rooms, chains), pick(trees, chains), read, first)
         chosen = (pick(jobs, branching), pick(rooms, branching), pick(feeds, branching))
         grow_ranked(ops, *chosen, read, second, depth=depth)
-        _join(ops, drafts, [(chains, first), (branching, second)])
-
-
-def _join(ops: SamplingOps, whole: Drafts, parts: Sequence[tuple[Sequence[int], Drafts]]) -> None:
-    """Drafts of some jobs and of others as one, job after job."""
-    proposals: dict[int, list[int]] = {}
-    owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
-    for members, part in parts:
-        whole.steps += part.steps
-        whole.parents.update({members[place]: parents for place, parents in part.parents.items()})
-        whole.faults.update({members[place]: fault for place, fault in part.faults.items()})
-        for index, tokens in zip(members, part.proposals(), strict=True):
-            proposals[index] = tokens
-            owners += [(index, place) for place in range(len(tokens))]
-    ordered = [proposals[index] for index in sorted(proposals)]
-    whole.counts = [len(tokens) for tokens in ordered]
-    whole.tokens = ops.integers([token for tokens in ordered for token in tokens])
-    sampled = next((part.probs for _, part in parts if part.probs is not None), None)
-    if sampled is not None:
-        rows = [ops.one_hot(part.tokens, sampled.shape[1]) if part.probs is None else part.probs for _, part in parts]
-        order = sorted(range(len(owners)), key=owners.__getitem__)
-        whole.probs = ops.xp.concat(rows)[ops.integers(order), ...]
+        whole = join(ops, len(jobs), [Part(chains, first), Part(branching, second)])
+        whole.fallbacks = drafts.fallbacks
+        return whole
+    return drafts
 
 
 def grow_ranked(

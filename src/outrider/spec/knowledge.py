@@ -50,7 +50,6 @@ class Knowledge:
         self.num_rounds = 0
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
-        self.is_surely_slower = False  # plain decoding, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
         self.tree_round = 0  # when there was a tree
@@ -66,7 +65,7 @@ class Knowledge:
             self.knows_plain = self.knows_plain or passes.knows(0, 2.2 * num_jobs)
         else:  # a single row may be a case of its own
             ends = all(job.limit - len(job.tokens) < SOON_OVER for job in jobs)
-            self.knows_plain = self.is_surely_slower or passes.knows(0, 1) or (passes.is_known and ends)
+            self.knows_plain = passes.knows(0, 1) or (passes.is_known and ends)
         if self.knows_plain:
             self.budget.settle(passes.seconds)
         self._step_s = FIRST_STEP * passes.seconds(num_jobs)

@@ -6,21 +6,14 @@ What drafters hand over is checked here, and what they raise becomes the error o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock
 from outrider.draft.base import Drafter
+from outrider.draft.join import Part, join
 from outrider.errors import ConfigError, DraftError
 from outrider.spec.blame import blaming
 from outrider.types import Drafts, Job, Plan, Scores, Verdicts
-
-
-class Part(NamedTuple):
-    """What one drafter said to some jobs (by their index in the round)."""
-
-    members: list[int]
-    drafts: Drafts
 
 
 class Router:
@@ -70,7 +63,7 @@ class Router:
                             del open_asks[index]
             turn += 1
             open_asks = {index: asks for index, asks in open_asks.items() if len(asks) > turn}
-        return _merge(target, len(plan.deciding), parts)
+        return join(target.ops, len(plan.deciding), parts)
 
     def _ask(self, name: str, target: Backend, plan: Plan, members: list[int], turn: int) -> Drafts:
         drafter, jobs = self.drafters[name], [plan.deciding[index] for index in members]
@@ -127,37 +120,6 @@ def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:
             "choose another draft",
             param="draft",
         )
-
-
-def _merge(target: Backend, num_jobs: int, parts: Sequence[Part]) -> Drafts:
-    """The parts as one, job after job."""
-    if len(parts) == 1 and parts[0].members == list(range(num_jobs)):
-        return parts[0].drafts
-    ops = target.ops
-    whole = Drafts([0] * num_jobs, ops.integers([]), makers=[""] * num_jobs)
-    owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
-    for members, drafts in parts:
-        whole.steps += drafts.steps
-        whole.fallbacks += drafts.fallbacks
-        for place, (index, count) in enumerate(zip(members, drafts.counts, strict=True)):
-            if place in drafts.faults:
-                whole.faults[index] = drafts.faults[place]
-            if count:
-                whole.counts[index], whole.makers[index] = count, drafts.makers[place]
-                if place in drafts.parents:
-                    whole.parents[index] = drafts.parents[place]
-                owners += [(index, token) for token in range(count)]
-    if not owners:
-        return whole
-    order = ops.integers(sorted(range(len(owners)), key=owners.__getitem__))
-    whole.tokens = ops.xp.concat([drafts.tokens for _, drafts in parts])[order]
-    if any(drafts.probs is not None for _, drafts in parts):
-        rows = [
-            ops.one_hot(drafts.tokens, target.info.vocab_size) if drafts.probs is None else drafts.probs
-            for _, drafts in parts
-        ]
-        whole.probs = ops.xp.concat(rows)[order, ...]
-    return whole
 
 
 def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> None:

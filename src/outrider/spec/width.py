@@ -24,6 +24,9 @@ class Choice(NamedTuple):
     error: DraftError | None = None  # the drafter failed to say how far it is
 
 
+PLAIN = Choice()
+
+
 class Controller(Protocol):
     """Decides for the jobs that leave width or shape to the engine, from what it has seen."""
 
@@ -66,11 +69,13 @@ class WidthChooser:
     def _room(self, job: Job) -> Choice:
         """The most that may be drafted for a job."""
         asked = job.width
+        if asked == 0 or not job.drafters:
+            return PLAIN
         if asked is None:
             asked = self._max_width if job.max_width is None else min(job.max_width, self._max_width)
         width = min(asked, job.limit - len(job.tokens) - 1)  # the round adds one token of the target's own
-        if width <= 0 or not job.drafters:
-            return Choice()
+        if width <= 0:
+            return PLAIN
         fallback = None
         tree = job.tree is not False if job.width is None else bool(job.tree)
         if tree and not self._trees:

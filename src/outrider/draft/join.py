@@ -1,0 +1,49 @@
+"""Drafts that several made for different jobs, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.sampling.ops import SamplingOps
+from outrider.types import Drafts
+
+
+class Part(NamedTuple):
+    """What was drafted for some jobs (by their index in the round)."""
+
+    members: Sequence[int]
+    drafts: Drafts
+
+
+def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
+    """The parts as one, job after job; jobs that are in none of them have no drafts."""
+    if len(parts) == 1 and list(parts[0].members) == list(range(num_jobs)):
+        return parts[0].drafts
+    whole = Drafts([0] * num_jobs, ops.integers([]), makers=[""] * num_jobs)
+    owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
+    for members, drafts in parts:
+        whole.steps += drafts.steps
+        whole.fallbacks += drafts.fallbacks
+        for place, (index, count) in enumerate(zip(members, drafts.counts, strict=True)):
+            if place in drafts.faults:
+                whole.faults[index] = drafts.faults[place]
+            if count:
+                whole.counts[index] = count
+                if drafts.makers:
+                    whole.makers[index] = drafts.makers[place]
+                if place in drafts.parents:
+                    whole.parents[index] = drafts.parents[place]
+                owners += [(index, token) for token in range(count)]
+    if not owners:
+        return whole
+    order = ops.integers(sorted(range(len(owners)), key=owners.__getitem__))
+    whole.tokens = ops.xp.concat([drafts.tokens for _, drafts in parts])[order]
+    sampled = next((drafts.probs for _, drafts in parts if drafts.probs is not None), None)
+    if sampled is not None:
+        rows = [
+            ops.one_hot(drafts.tokens, sampled.shape[1]) if drafts.probs is None else drafts.probs
+            for _, drafts in parts
+        ]
+        whole.probs = ops.xp.concat(rows)[order, ...]
+    return whole
