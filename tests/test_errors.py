@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -301,7 +302,7 @@ CONFIGS = [
         MissingDraftError,
         "missing_draft",
         "draft",
-        "width=3 needs a draft; pass draft=, or leave width out",
+        "width 3 needs a draft; name one as the draft, or leave it out",
         lambda: Engine.load(mock(), width=3),
     ),
     refuses(
@@ -318,13 +319,68 @@ CONFIGS = [
         "odd has a context of 1",
         lambda: ModelInfo(name="odd", vocab_size=4, num_columns=4, context=1),
     ),
+    *(
+        refuses(
+            ConfigError, "invalid_config", "draft", f"did you mean {cure}", partial(Engine.load, mock(), draft=typo)
+        )
+        for typo, cure in (
+            ("ngramm", "ngram"),
+            ("NGRAM", "ngram"),
+            ("suffx", "suffix"),
+            ("medussa", "medusa:PATH"),
+            ("eagel:x", "eagle:PATH"),
+            ("layerskp:3", "layerskip"),
+        )
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "draft",
+        "ngram takes nothing after a colon, got 'ngram:3'; write ngram",
+        lambda: Engine.load(mock(), draft="ngram:3"),
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "ngram",
+        "ngram takes NgramConfig, got 3",
+        lambda: Engine.load(mock(), draft="ngram", ngram=3),
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "suffix",
+        "suffix takes SuffixConfig, got ''",
+        lambda: Engine.load(mock(), draft="suffix", suffix=""),
+    ),
+    refuses(
+        ConfigError,
+        "invalid_config",
+        "max_width",
+        "give one of them",
+        lambda: Engine.load(mock(), draft="ngram", width=2, max_width=4),
+    ),
+    refuses(
+        MissingDraftError,
+        "missing_draft",
+        "draft",
+        "a tree needs a draft",
+        lambda: Engine.load(mock(), draft="none", tree=True),
+    ),
+    refuses(
+        RequestError,
+        "invalid_request",
+        "method",
+        "names a draft twice",
+        lambda: Engine.load(mock(), draft="ngram").generate([1], method="ngram,ngram"),
+    ),
     refuses(ConfigError, "invalid_config", "tree", "True, False or None", lambda: Engine.load(mock(), tree="yes")),
     refuses(ConfigError, "invalid_config", "max_width", "at least 0", lambda: Engine.load(mock(), max_width=-1)),
     refuses(
         MissingDraftError,
         "missing_draft",
         "draft",
-        "width=2 needs a draft; pass draft=",
+        "width 2 needs a draft; name one",
         lambda: Engine.load(mock(), draft="none", width=2),
     ),
     refuses(ConfigError, "invalid_config", "target", "got MockConfig", lambda: Engine.load(CONFIG)),

@@ -353,9 +353,13 @@ MISFITS: list[tuple[str, Host, str]] = [
     ("medusa", HOST._replace(width=48), "hidden states of width 64, the model's have 48"),
     ("medusa", HOST._replace(vocab_size=90, num_columns=96), "made for 101 tokens, the model has 90 and 6 of padding"),
     ("eagle", HOST._replace(width=128), "hidden states of width 64, the model's have 128"),
-    ("eagle", HOST._replace(vocab_size=120, num_columns=120), "made for 101 tokens, the model has 120$"),
-    ("eagle3", HOST._replace(num_layers=6), r"after layers \[2, 3, 3\], the model has 6"),
-    ("eagle3_speculators", HOST._replace(num_layers=4), r"after layers \[1, 3, 6\], the model has 4"),
+    (
+        "eagle",
+        HOST._replace(vocab_size=120, num_columns=120),
+        "made for 101 tokens, the model has 120; take",
+    ),
+    ("eagle3", HOST._replace(num_layers=6), r"after layers \[2, 3, 3\], which must differ and be among 6"),
+    ("eagle3_speculators", HOST._replace(num_layers=4), r"after layers \[1, 3, 6\], which must differ and be among 4"),
     ("eagle3_narrow", HOST._replace(width=32), "hidden states of width 64, the model's have 32"),
 ]
 
@@ -369,6 +373,19 @@ def test_misfits_are_refused(layout: str, host: Host, reason: str, model: Any, t
     with pytest.raises(ModelFileError, match=f"does not fit tiny: .*{reason}") as caught:
         check_fit(file, host)
     assert caught.value.param == "draft" and str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["medusa", "eagle", "eagle3", "eagle_safetensors"])
+def test_a_head_is_no_model(layout: str, model: Any, tmp_path: Path) -> None:
+    save_head(tmp_path, layout, model)
+    kind = layout[:6] if layout == "medusa" else "eagle"
+    with pytest.raises(ModelFileError, match=rf"holds {kind} heads, not a model; .* {kind}:"):
+        open_model(tmp_path)
+
+
+def test_a_model_is_no_head() -> None:
+    with pytest.raises(ModelFileError, match=r"is a model, not a head; name it as the draft without eagle:"):
+        open_head("some.gguf")
 
 
 def test_a_narrow_head_needs_matrices_of_its_own(model: Any, tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ class Statistics:
             speedup, source = self.measured_speedup, "measured"
         if speedup is None or speedup >= 1.0:
             return None
-        cure = "try a smaller width, a cheaper draft, or width 0"
+        cure = "leave the width to the engine, try a cheaper draft, or width 0"
         if self.acceptance_rate < 0.3:
             cure = f"only {self.acceptance_rate:.0%} of the drafts are kept: try another draft, or width 0"
         return f"speculation does not pay here ({source} {speedup:.2f}x of plain); {cure}"

@@ -75,19 +75,20 @@ def read_work(path: Path) -> Work:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", param="prompts") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {reason}", param="prompts") from None
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            turns = entry["turns"]
-            if not isinstance(turns, list):
-                raise TypeError(f"turns is {type(turns).__name__}, not a list")
-            work.setdefault(str(entry["category"]), []).append(str(turns[0]))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except ValueError:
+            entry = None
+        turns = entry.get("turns") if isinstance(entry, dict) else None
+        if not isinstance(turns, list) or not turns or "category" not in entry:
             raise ConfigError(
-                f"{path}, line {number}: {type(error).__name__}: {error}; a line is an object with category and turns",
+                f'{path}, line {number}: a line is an object like {{"category": "chat", "turns": ["Hello"]}}',
                 param="prompts",
-            ) from None
+            )
+        work.setdefault(str(entry["category"]), []).append(str(turns[0]))
     if not work:
         raise ConfigError(f"{path} holds no prompts", param="prompts")
     return work

@@ -33,6 +33,13 @@ class Lookups(NamedTuple):
     ngram: NgramConfig
     suffix: SuffixConfig
 
+    @classmethod
+    def of(cls, ngram: NgramConfig | None, suffix: SuffixConfig | None) -> Lookups:
+        for name, given, kind in (("ngram", ngram, NgramConfig), ("suffix", suffix, SuffixConfig)):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{name} takes {kind.__name__}, got {given!r}", param=name)
+        return cls(ngram or NgramConfig(), suffix or SuffixConfig())
+
 
 def build_engine(
     target: Named | Backend,
@@ -54,10 +61,9 @@ def build_engine(
         if speculation.width is None:
             speculation = SpeculationConfig(width=preset.width, max_width=speculation.max_width, tree=speculation.tree)
     specs = [_resolved(spec, clock) for spec in parse_drafts(draft)]
-    if speculation.width and not specs:
-        raise MissingDraftError(
-            f"width={speculation.width} needs a draft; pass draft=, or leave width out", param="draft"
-        )
+    wish = f"width {speculation.width}" if speculation.width else "a tree" if speculation.tree else None
+    if wish is not None and not specs:
+        raise MissingDraftError(f"{wish} needs a draft; name one as the draft, or leave it out", param="draft")
     first, others = _load(preset.target if preset is not None else target, specs, model, clock)
     chunk = scheduling.prefill_chunk
     drafters = [
@@ -179,7 +185,9 @@ def _layer_skip(target: Backend, layers: int | None) -> Drafter:
     chosen = max(1, num_layers // 4) if layers is None else layers
     if not 1 <= chosen < num_layers:
         raise ConfigError(
-            f"layerskip:{chosen} must be less than the {num_layers} layers of {target.info.name}", param="draft"
+            f"layerskip:{chosen} must be less than the {num_layers} layers of {target.info.name}; "
+            f"write layerskip:{max(1, num_layers // 4)}",
+            param="draft",
         )
     return LayerSkipDrafter(view(chosen))
 

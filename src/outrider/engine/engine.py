@@ -23,7 +23,7 @@ from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
 from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
-from outrider.errors import NotReadyError, OutriderError, RequestError
+from outrider.errors import ConfigError, NotReadyError, OutriderError, RequestError
 from outrider.metrics import Statistics
 from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
@@ -78,7 +78,7 @@ class Engine:
         *,
         draft: str | os.PathLike[str] | Backend | Drafter | Sequence[Any] | None = None,
         width: int | None = None,
-        max_width: int = 16,
+        max_width: int | None = None,
         tree: bool | None = None,
         tokenizer: Tokenizer | None = None,
         backend: str = "auto",
@@ -103,10 +103,12 @@ class Engine:
         """
         from outrider.engine.build import Lookups, build_engine
 
+        if width is not None and max_width is not None:
+            raise ConfigError("width fixes what max_width caps; give one of them", param="max_width")
         return build_engine(
             target,
             draft=draft,
-            speculation=SpeculationConfig(width=width, max_width=max_width, tree=tree),
+            speculation=SpeculationConfig(width=width, max_width=16 if max_width is None else max_width, tree=tree),
             tokenizer=tokenizer,
             model=ModelConfig(
                 backend=backend,
@@ -117,7 +119,7 @@ class Engine:
                 strict=strict,
             ),
             scheduling=SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk),
-            lookups=Lookups(ngram or NgramConfig(), suffix or SuffixConfig()),
+            lookups=Lookups.of(ngram, suffix),
             clock=clock,
         )
 

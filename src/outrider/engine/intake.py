@@ -134,6 +134,8 @@ class Intake:
         """Who drafts for the request."""
         method = self._method if request.method is None else request.method
         names = [name.strip() for name in method.split(",")] if isinstance(method, str) else [method]
+        if len(set(names)) < len(names):
+            raise RequestError(f"method names a draft twice: {method!r}; leave one out", param="method")
         if not all(name in self._methods for name in names) or ("none" in names and len(names) > 1):
             offered = " or ".join(self._methods)
             cure = "; load a draft with draft=" if self._method == "none" else ""

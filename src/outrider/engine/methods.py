@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.engine.presets import PRESETS
 from outrider.errors import ConfigError
+from outrider.models.names import NAMES
 
 
 class Method(NamedTuple):
@@ -94,6 +97,8 @@ def _parse(text: str) -> DraftSpec:
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"layerskip takes a number of layers, got {text!r}; write layerskip:8", param="draft")
         return DraftSpec(name, int(value))
+    if name in BARE and not _exists(text):
+        raise ConfigError(f"{name} takes nothing after a colon, got {text!r}; write {name}", param="draft")
     if name in WITH_PATH and not _exists(text):
         if not value:
             needed = METHODS[name].needs
@@ -103,6 +108,13 @@ def _parse(text: str) -> DraftSpec:
         raise ConfigError(
             f"{text!r} names no draft; choose {', '.join(method.written for method in METHODS.values())}", param="draft"
         )
+    if name not in ("hf", "pypi") and text not in NAMES and text not in PRESETS and not _exists(text):
+        near = get_close_matches(name.lower(), METHODS.keys() - {"model"}, n=1, cutoff=0.7)
+        if near:
+            raise ConfigError(
+                f"{text!r} names no draft; did you mean {METHODS[near[0]].written}? `outrider methods` lists them all",
+                param="draft",
+            )
     return DraftSpec("model", text)
 
 

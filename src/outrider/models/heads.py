@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from outrider.errors import ModelFileError
+from outrider.errors import ModelFileError, OutriderError
 from outrider.jsonfile import read_json
 from outrider.models.base import Shape
 from outrider.models.eagle import eagle_shapes, read_eagle
@@ -87,6 +87,8 @@ class HeadFile:
 def open_head(path: Path | str) -> HeadFile:
     """The head at `path`, a folder or the file of weights in it, with every tensor it needs; or a ModelFileError."""
     path = Path(path)
+    if path.suffix == ".gguf":
+        raise ModelFileError(f"{path} is a model, not a head; name it as the draft without eagle: or medusa:")
     try:
         folder, weights = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
         there = weights.is_file()
@@ -99,6 +101,15 @@ def open_head(path: Path | str) -> HeadFile:
     if _is_medusa(facts):
         return HeadFile(path, tensors, *read_medusa(facts, tensors))
     return HeadFile(path, tensors, *read_eagle(facts, tensors))
+
+
+def head_kind(path: Path) -> str | None:
+    """ "medusa" or "eagle" where a head lies, None elsewhere."""
+    try:
+        spec = open_head(path).spec
+    except OutriderError:
+        return None
+    return "medusa" if isinstance(spec, MedusaSpec) else "eagle"
 
 
 def _weights_in(folder: Path) -> Path:
@@ -133,12 +144,14 @@ def check_fit(file: HeadFile, host: Host) -> None:
     elif isinstance(spec, EagleSpec):
         layers = spec.layers_of(host.num_layers)
         if sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] > host.num_layers + 1:
-            reason = f"it reads hidden states after layers {list(layers)}, the model has {host.num_layers}"
+            count = host.num_layers
+            reason = f"it reads hidden states after layers {list(layers)}, which must differ and be among {count}"
         missing = [name for name in ("token_embd.weight", "output.weight") if name not in file.shapes]
         if missing and spec.layer.width != host.width:
             reason = f"its width is {spec.layer.width}, the model's {host.width}, and it has no {missing[0]} of its own"
     if reason is not None:
-        raise ModelFileError(f"{file.path}: the head does not fit {host.name}: {reason}", param="draft")
+        message = f"{file.path}: the head does not fit {host.name}: {reason}; take one made for it"
+        raise ModelFileError(message, param="draft")
 
 
 def _made_for(spec: HeadSpec) -> tuple[int, int | None]:

@@ -8,6 +8,7 @@ from outrider.errors import ModelFileError
 from outrider.models.base import check_shapes
 from outrider.models.folder import FolderFile
 from outrider.models.gguf import GGUFFile
+from outrider.models.heads import head_kind
 
 
 def open_model(path: Path) -> GGUFFile | FolderFile:
@@ -18,6 +19,13 @@ def open_model(path: Path) -> GGUFFile | FolderFile:
         raise ModelFileError(f"{path}: this cannot be opened: {error.strerror}") from error
     if not is_file and not is_folder:
         raise ModelFileError(f"{path}: there is no such file or folder")
-    file = FolderFile(path) if is_folder else GGUFFile(path)
-    check_shapes(file)
+    try:
+        file = FolderFile(path) if is_folder else GGUFFile(path)
+        check_shapes(file)
+    except ModelFileError:
+        kind = head_kind(path) if is_folder else None
+        if kind is None:
+            raise
+        message = f"{path} holds {kind} heads, not a model; name them as the draft of a model: {kind}:{path}"
+        raise ModelFileError(message) from None
     return file

@@ -12,7 +12,7 @@ ANSWER = 0.017  # share of an answer that may be spent on it up front
 LONGEST = 1000  # tokens of an answer that count for that
 SHARED = 0.25  # requests learn from one another: each of n at a time adds 1 / (1 + n / 4) of its share
 UNSURE = 32.0  # judged tokens after which half of that is enough
-MARGIN = 1.02  # drafting must be better than plain by so much: requests that drift apart share fewer passes
+MARGIN = 1.03  # drafting must be better than plain by so much: requests that drift apart share fewer passes
 SPACING = 0.009  # share of the time that tries take in the long run
 
 

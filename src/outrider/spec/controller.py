@@ -23,6 +23,7 @@ FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
 SHORT = 16  # an answer with fewer tokens to come tries nothing new
 CHEAP = 0.5  # of a row in the largest pass: who can catch up for that may start at once
 NOTABLE = 1.03  # what is not known is tried when it may be better by so much
+LIKELY = 0.85  # of what a batch could bring at most without drafts: what brings more needs no comparison
 SURE = 4.0  # samples of a pass, where they differ by chance
 SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
 CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
@@ -242,8 +243,10 @@ class AdaptiveController:
         if not drafts and self._is_untried(now):
             found, drafts = found._replace(reason=UNKNOWN), True
         elif drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
-            self._give(groups, [], MEASURING)
-            return
+            if len(now.jobs) == 1 or found.best.rate < LIKELY * known.passes.most_per_second:
+                self._give(groups, [], MEASURING)
+                return
+            known.is_surely_slower = known.knows_plain = True
         if drafts:
             self._give(
                 found.groups, found.best.places, found.reason or f"drafting pays: about {_rounded(ratio)}x of plain"
@@ -350,7 +353,8 @@ class AdaptiveController:
         known = self._known
         if ratio < 1.0 + 4.0 * known.passes.noise:
             return known.plain_samples(len(self._jobs)) < SURE
-        return ratio < 2.0 and known.num_rounds - known.plain_round > LONG_AGO
+        never = known.is_surely_slower and not known.plain_round
+        return ratio < 2.0 and (never or known.num_rounds - known.plain_round > LONG_AGO)
 
     def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
         loss = now.pass_s - now.batch.tokens / now.rate

@@ -54,6 +54,14 @@ class CostCurve:
         """How often such sizes were measured, as far as it remembers."""
         return sum([point[2] for point in self._points.values() if least <= point[0] <= most])
 
+    @property
+    def most_per_second(self) -> float:
+        """Rows that passes of several can bring at most: fewer take at least their share of a larger pass. (A single
+        one may take less: libraries multiply a matrix with one vector by other code.)"""
+        return min(
+            [point[0] / (point[1] * self._pace) for point in self._points.values() if point[1]], default=math.inf
+        )
+
     def hint(self, size: float, seconds: float) -> None:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
         self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, 0.1]
