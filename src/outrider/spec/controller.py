@@ -74,6 +74,7 @@ class Situation:
     most_rows: float  # that a pass may have: not many times what was measured
     is_steady: bool  # nobody reads a prompt
     rate: float = 0.0  # of the best drafting
+    is_saving: bool = False  # for a try that promises more than probes do
 
     def room(self, place: int) -> int:
         """Tokens that are to come for a job."""
@@ -259,7 +260,7 @@ class AdaptiveController:
             if now.is_steady and known.knows_plain and known.budget.is_due:
                 if drafts and self._doubts_plain(ratio):
                     self._measure_plain(now, groups)
-                else:
+                elif not now.is_saving:
                     self._probe(now, groups)
 
     def _is_untried(self, now: Situation) -> bool:
@@ -301,7 +302,11 @@ class AdaptiveController:
             return found
         rate = max(now.rate, now.plain_rate)
         loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(found.groups, bold) - bold.tokens / rate
-        if bold.rate < NOTABLE * rate or loss > 0.25 * self._allowed(now, found.groups):
+        if bold.rate < NOTABLE * rate:
+            return found
+        allowed = self._allowed(now, found.groups)
+        if loss > 0.5 * allowed:
+            now.is_saving = loss < allowed
             return found
         self._known.budget.spend(loss)
         return Found(found.groups, bold, TRYING)
