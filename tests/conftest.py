@@ -36,10 +36,11 @@ def check_caches(engine: Engine) -> None:
             assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
             if len(job.tokens) > job.num_prompt:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
-    running = {job.id for job in loop.scheduler.running}
+    running, here = {job.id for job in loop.scheduler.running}, {job.id for job in loop.jobs.values()}
     for drafter in loop.router.drafters.values():
-        for held in ("seats", "states", "lookups"):
-            assert getattr(drafter, held, {}).keys() <= running, f"{drafter.name} keeps {held} of jobs that are over"
+        for held in ("seats", "states"):
+            assert getattr(drafter, held, {}).keys() <= running, f"{drafter.name} keeps {held} of jobs that do not run"
+        assert getattr(drafter, "lookups", {}).keys() <= here, f"{drafter.name} keeps lookups of jobs that are over"
         if isinstance(drafter, ModelDrafter):
             check_draft(engine, drafter)
         elif isinstance(drafter, LayerSkipDrafter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from outrider.checks import check_number, check_whole
 from outrider.errors import ConfigError
@@ -17,14 +18,47 @@ def require_int(value: object, name: str, least: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How many requests share a pass, and how much of a long prompt one pass reads."""
+    """Who shares a pass, and how large it may be.
+
+    A step feeds at most `step_tokens` tokens: one for each of up to `max_batch` running requests, up to `prefill_chunk`
+    of prompts, and drafts in what is left (None: enough for all). `policy` is a name of `sched.policies` or a `Policy`.
+    `preempt` says what becomes of a request that has to give its pages up: its tokens are read again later
+    ("recompute"), or its pages wait in host memory ("swap"), up to `swap_tokens` of them. None is no limit:
+    `max_queue` requests that wait, `max_in_flight` tokens that the running ones may come to, `max_length` of one.
+    """
 
     max_batch: int = 64
     prefill_chunk: int = 512
+    step_tokens: int | None = None
+    policy: Any = "fcfs"
+    preempt: Literal["recompute", "swap"] = "recompute"
+    swap_tokens: int = 65_536
+    max_queue: int | None = None
+    max_in_flight: int | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         require_int(self.max_batch, "max_batch", 1)
         require_int(self.prefill_chunk, "prefill_chunk", 1)
+        require_int(self.swap_tokens, "swap_tokens", 0)
+        for name, least in (("max_queue", 0), ("max_in_flight", 2), ("max_length", 2)):
+            if getattr(self, name) is not None:
+                require_int(getattr(self, name), name, least)
+        if self.step_tokens is not None:
+            require_int(self.step_tokens, "step_tokens", 1)
+            if self.step_tokens <= self.max_batch:
+                raise ConfigError(
+                    f"step_tokens must be more than max_batch ({self.max_batch}), or prompts would never be read; got "
+                    f"{self.step_tokens}",
+                    param="step_tokens",
+                )
+        if self.preempt not in ("recompute", "swap"):
+            raise ConfigError(f"preempt is recompute or swap, got {self.preempt!r}", param="preempt")
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step."""
+        return self.step_tokens or max(2048, self.prefill_chunk + self.max_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,12 @@ class TokenRangeError(RequestError):
     code = "token_out_of_range"
 
 
+class SnapshotError(OutriderError):
+    """A snapshot that cannot be written, or a file that cannot be resumed from. Nothing of it is loaded then."""
+
+    status, code = 400, "invalid_snapshot"
+
+
 class NotReadyError(OutriderError):
     """The engine is closed."""
 

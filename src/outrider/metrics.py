@@ -204,6 +204,7 @@ class Statistics:
     judge_s: float = 0.0
     wide: WideRounds = field(default_factory=WideRounds)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    preemptions: int = 0
     widths: dict[int, int] = field(default_factory=dict)  # width the engine chose -> rounds
     reasons: dict[str, int] = field(default_factory=dict)  # why -> rounds
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests

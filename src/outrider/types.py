@@ -107,7 +107,8 @@ class Request:
     `max_tokens=None` answers until the context ends. `method`, `width` and `tree` say how to speculate: by which
     drafter, how many tokens a round are drafted at most (0 is plain decoding) and whether they may branch; None leaves
     it to the engine. `max_width` only caps what the engine chooses. `choice` is the index of an answer among several
-    with one seed. What is kept of a request to make later ones quicker serves its `tenant` only.
+    with one seed. What is kept of a request to make later ones quicker serves its `tenant` only. `priority` and
+    `deadline_s` (for the last token) are for policies that heed them.
     """
 
     prompt: Prompt
@@ -125,6 +126,7 @@ class Request:
     on_token: OnToken | None = None
     request_id: str | None = None
     tenant: str = ""
+    priority: Literal["low", "normal", "high"] = "normal"
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Sequence) or isinstance(self.prompt, (bytes, bytearray)):
@@ -160,6 +162,8 @@ class Request:
             raise RequestError(f"request_id takes text, got {self.request_id!r}", param="request_id")
         if not isinstance(self.tenant, str):
             raise RequestError(f"tenant takes text, got {self.tenant!r}", param="tenant")
+        if self.priority not in ("low", "normal", "high"):
+            raise RequestError(f"priority is low, normal or high, got {self.priority!r}", param="priority")
 
     @classmethod
     def of(
@@ -245,6 +249,9 @@ class Job:
     counts: dict[int, int] | None = None  # token -> times emitted, prompt tokens with 0; only for penalties
     slot: Slot | None = None
     cached: int = 0
+    saved: dict[str, Any] | None = None  # what the target held, while the job waits without a slot (swap, snapshots)
+    started: float | None = None  # when it was first let in
+    first_token: float | None = None  # when it had its first token
     statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[Event] | None = None  # events wait here for a stream that reads them
     wake: Callable[[], None] | None = None  # told when there is something to read

@@ -120,6 +120,23 @@ class Backend(Protocol):
         """A new slot with saved contents; None when there is no room."""
 
 
+class Paged(Protocol):
+    """A model whose sequences share room that may run out while they grow. Without this, `open` is asked for all the
+    room a sequence may come to need."""
+
+    def reserve(self, slot: Slot, length: int) -> bool:
+        """Whether there is room for `length` tokens of the slot; it is taken at once."""
+
+    def would_free(self, slot: Slot) -> int:
+        """Pages that closing the slot would really free: those it does not share."""
+
+    def swap_out(self, slot: Slot) -> State:
+        """Contents of the slot that nobody shares, in host memory; the slot stays to be closed."""
+
+    def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
+        """A slot for `tokens` as `open` gives it, with saved contents as far as they join what is known."""
+
+
 class HeadHost(Protocol):
     """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Arrays are torch's."""
 

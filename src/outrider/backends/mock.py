@@ -8,6 +8,7 @@ so the tests of exactness can see it. `logits_after` tells the truth about any c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -197,6 +198,16 @@ class MockBackend:
             line.insert(0, tokens[root + node])
             node = parents[node]
         return tokens[:root] + line
+
+    def _hashes(self, tokens: Sequence[int]) -> list[int]:
+        """Of the contexts along these tokens, the empty one first."""
+        states = [_EMPTY]
+        for end in range(1, len(tokens) + 1):
+            if self.config.order is None:
+                states.append(_absorb(states[-1], tokens[end - 1]))
+            else:
+                states.append(reduce(_absorb, self._window(tokens[:end]), _EMPTY))
+        return states
 
     def _window(self, context: Sequence[int]) -> Sequence[int]:
         """The part of a context the distribution depends on."""

@@ -135,18 +135,23 @@ class TransformerBackend:
             self.pages.rewind(slot, self.number, 0)
 
     def save(self, slot: Slot) -> State:
-        length = self.length(slot)
-        kept = self.store.read(self.pages.places(slot, range(length)))
-        return {"length": length, "kv": kept.float().cpu().numpy()}
+        self.length(slot)
+        return self.pages.save(slot)
 
     def load(self, state: State) -> Slot | None:
-        length = state["length"]
-        slot = self.open((), length)
-        if slot is not None:
-            self.pages.make_room(slot, length)
-            self.store.write(self.pages.places(slot, range(length)), torch.from_numpy(state["kv"]))
-            self.pages.advance(slot, self.number, length)
-        return slot
+        return self.pages.load(state)
+
+    def reserve(self, slot: Slot, length: int) -> bool:
+        return self.pages.make_room(slot, length)
+
+    def would_free(self, slot: Slot) -> int:
+        return self.pages.would_free(slot)
+
+    def swap_out(self, slot: Slot) -> State:
+        return self.pages.save(slot, shared=False)
+
+    def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
+        return self.pages.load(state, tokens, limit, tenant)
 
     def _make_room(self, spans: Spans) -> None:
         """Pages for everything that is fed."""

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -40,6 +41,7 @@ class Answer:
     result: Result
     method: str
     timing: Timing
+    reason: str  # why it ended, or that it was saved
 
     def as_json(self) -> dict[str, Any]:
         result = self.result
@@ -47,7 +49,7 @@ class Answer:
         return {
             "text": result.text,
             "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
+            "finish_reason": self.reason,
             "usage": {"prompt_tokens": result.num_prompt_tokens, "completion_tokens": len(result.token_ids)},
             "seed": result.seed,
             "accept": result.rule,
@@ -57,19 +59,33 @@ class Answer:
 
 
 def answer_once(
-    prompt: str, loading: Mapping[str, Any], settings: Mapping[str, Any], *, chat: bool, as_json: bool
+    prompt: str,
+    loading: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    chat: bool,
+    as_json: bool,
+    save_after: tuple[int, Path] | None = None,
 ) -> None:
     """The command `generate`."""
+    from outrider.cli.resume import Saver
+
     started = time.perf_counter()
     engine = load(loading)
     load_s = time.perf_counter() - started
     tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if chat else engine.encode(prompt)
-    answer = ask(engine, tokens, settings, load_s, show=not as_json)
+    saver = None if save_after is None else Saver(engine, *save_after, loading)
+    answer = ask(engine, tokens, settings, load_s, show=not as_json, watch=saver)
+    is_saved = saver is not None and saver.is_saved
+    if is_saved:
+        answer.reason = "saved"
     if as_json:
         typer.echo(json.dumps(answer.as_json()))
     else:
         summarise(answer)
-    if answer.result.finish_reason == FinishReason.CANCELLED:
+    if saver is not None:
+        saver.tell()
+    if answer.result.finish_reason == FinishReason.CANCELLED and not is_saved:
         raise typer.Exit(130)
 
 
@@ -78,29 +94,60 @@ def load(loading: Mapping[str, Any]) -> Engine:
     return Engine.load(options.pop("target"), **options)
 
 
-def ask(engine: Engine, tokens: list[int], settings: Mapping[str, Any], load_s: float, *, show: bool) -> Answer:
-    """Ask, show what comes, and take the time. Ctrl-C ends the answer and not the program."""
+def ask(
+    engine: Engine,
+    tokens: list[int],
+    settings: Mapping[str, Any],
+    load_s: float,
+    *,
+    show: bool,
+    watch: Callable[[Stream, Event], None] | None = None,
+) -> Answer:
+    """Ask, and follow the answer. `watch` is told of every round."""
     pieces: list[str] = []  # of the round's tokens: an event has their text in one
-    started = time.perf_counter()
+
+    def watched(stream: Stream, event: Event) -> None:
+        pieces.clear()
+        if watch is not None:
+            watch(stream, event)
+
     stream = engine.stream(
         tokens, **_with_length(engine, tokens, settings), on_token=lambda _, piece: pieces.append(piece)
     )
+    return follow(engine, stream, load_s, show=show, pieces=pieces, watch=watched)
+
+
+def follow(
+    engine: Engine,
+    stream: Stream,
+    load_s: float,
+    *,
+    show: bool,
+    pieces: Sequence[str] = (),
+    watch: Callable[[Stream, Event], None] | None = None,
+) -> Answer:
+    """Show what comes and take the time. Ctrl-C ends the answer and not the program."""
+    started = time.perf_counter()
     first: tuple[float, int] | None = None
+    num_tokens = 0
     with _interrupts_cancel(stream):
         for event in stream:
             if event.tokens and first is None:
                 first = (time.perf_counter(), len(event.tokens))
+            num_tokens += len(event.tokens)
             if show:
                 _write(event, pieces)
-            pieces.clear()
+            if watch is not None:
+                watch(stream, event)
     assert event.result is not None, "the last event carries the result"
     ended = time.perf_counter()
     if show:
         typer.echo()
     first_at, num_first = first or (ended, 0)
-    rest, decode_s = len(event.result.token_ids) - num_first, ended - first_at
+    rest, decode_s = num_tokens - num_first, ended - first_at
     speed = rest / decode_s if rest and decode_s else 0.0
-    return Answer(event.result, engine.method, Timing(load_s, first_at - started, decode_s, speed))
+    timing = Timing(load_s, first_at - started, decode_s, speed)
+    return Answer(event.result, engine.method, timing, event.result.finish_reason)
 
 
 @contextmanager
@@ -125,7 +172,7 @@ def _with_length(engine: Engine, tokens: list[int], settings: Mapping[str, Any])
     return {**settings, "max_tokens": max(1, min(USUAL_LENGTH, engine.info.context - len(tokens)))}
 
 
-def _write(event: Event, pieces: list[str]) -> None:
+def _write(event: Event, pieces: Sequence[str]) -> None:
     """A round's text, what was drafted and kept in another colour."""
     kept = "".join(pieces[: event.accepted])
     if kept:
@@ -142,7 +189,7 @@ def summarise(answer: Answer) -> None:
     line += f" ({answer.result.num_prompt_tokens} of prompt)"
     if timing.load_s:
         line += f", loaded in {timing.load_s:.1f} s"
-    lines = [f"{line}; finish {answer.result.finish_reason}; seed {answer.result.seed}, {answer.result.rule}"]
+    lines = [f"{line}; finish {answer.reason}; seed {answer.result.seed}, {answer.result.rule}"]
     if counts.drafted:
         lines.append(
             f"{answer.method}: {counts.tokens_per_round:.2f} tokens a round; {counts.drafted} drafted, "

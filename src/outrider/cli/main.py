@@ -71,6 +71,7 @@ def generate(
     stop: given.Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt to the model as a question in a chat.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of text.")] = False,
+    save_after: given.SaveAfter = None,
     threads: given.Threads = None,
     context: given.Context = None,
 ) -> None:
@@ -79,7 +80,21 @@ def generate(
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
     loading = given.loading(model, backend, device, draft, width, tree, strict, threads, context)
-    answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json)
+    saving = given.save_after(save_after)
+    answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json, save_after=saving)
+
+
+@app.command()
+def resume(
+    file: Annotated[Path, typer.Argument(help="What --save-after or Engine.snapshot wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One object per answer instead of text.")] = False,
+    model: Annotated[str | None, typer.Option(help="Where the model is now; left out: where it was.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Who guesses from here on; left out: as before.")] = None,
+) -> None:
+    """Go on with a saved answer. The text is shown whole, as if it had never stopped."""
+    from outrider.cli.resume import resume_file
+
+    resume_file(file, model, draft, as_json=as_json)
 
 
 @app.command()

@@ -36,6 +36,10 @@ Accept = Annotated[str, typer.Option(help="auto, rejection or coupled")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits whatever else is in a pass; slower.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+SaveAfter = Annotated[
+    tuple[int, Path] | None,
+    typer.Option(metavar="N FILE", help="Stop after N tokens and write the answer's state; `outrider resume` goes on."),
+]
 Context = Annotated[int | None, typer.Option(help="Cap the tokens of prompt and answer together.")]
 
 USUAL_LENGTH = 256  # of an answer nobody gave a length for
@@ -93,6 +97,13 @@ def loading(
         "threads": threads,
         "context": context,
     }
+
+
+def save_after(given: tuple[int, Path] | None) -> tuple[int, Path] | None:
+    """When to stop, and where to write."""
+    if given is not None and given[0] < 1:
+        raise typer.BadParameter(f"takes at least one token, got {given[0]}", param_hint="--save-after")
+    return given
 
 
 def prompt(text: str | None, file: Path | None) -> str:

@@ -40,3 +40,10 @@ class Drafter(Protocol):
 
     def forget(self, job: Job) -> None:
         """The job is over: free what it held. Also called for jobs never seen."""
+
+
+class Pausing(Protocol):
+    """A drafter that keeps something of a job that gave its place up and will come back. Others are told `forget`."""
+
+    def pause(self, job: Job) -> None:
+        """Free what the job holds in the caches of models."""

@@ -87,6 +87,9 @@ class LookupDrafter:
         if lookup is not None:
             lookup.close()
 
+    def pause(self, job: Job) -> None:
+        """What was read of a job stays true, and costs no cache."""
+
     def _read(self, jobs: Sequence[Job]) -> None:
         left = PORTION
         for job in jobs:

@@ -21,9 +21,10 @@ from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, Speculati
 from outrider.draft.base import Drafter
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
+from outrider.engine.snapshot import Snapshot
 from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, NotReadyError, OutriderError, RequestError
+from outrider.errors import ConfigError, NotReadyError, OutriderError, RequestError, SnapshotError
 from outrider.metrics import Statistics
 from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
@@ -297,6 +298,53 @@ class Engine:
 
     def _is_taken(self, name: str, names: set[str]) -> bool:
         return name in names or name in self.loop.jobs
+
+    def snapshot(
+        self,
+        path: str | os.PathLike[str],
+        request_ids: Sequence[str] | None = None,
+        *,
+        notes: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Write requests in flight (all, or these) to a file that `resume` goes on from, and return how many.
+
+        They go on running here, too. A crash leaves the old file or the new one; only its owner can read it. `notes`
+        are plain data of your own, for `Snapshot.read`.
+        """
+        with self._turn:
+            if self._is_stepping:
+                raise SnapshotError("a callback cannot take a snapshot; a round is taken whole, so ask after it")
+            jobs = {name: job for name, job in list(self.loop.jobs.items()) if not job.cancelled}
+            for name in request_ids or ():
+                if name not in jobs:
+                    raise RequestError(f"there is no request {name!r} in flight; leave it out", param="request_ids")
+            wanted = jobs.keys() if request_ids is None else dict.fromkeys(request_ids)
+            taken = Snapshot.take(path, self.loop.target, [jobs[name] for name in wanted], self.clock.now())
+        taken.write(notes)  # others need not wait for the disk
+        return len(taken.requests)
+
+    def resume(self, source: str | os.PathLike[str] | Snapshot) -> list[Stream]:
+        """Go on with the requests of a snapshot: a stream of what is left for each, whose result is the whole answer.
+
+        Greedy and `coupled` answers are the ones that would have been given without the stop. Of a file that is
+        damaged, newer, or of another model nothing is taken.
+        """
+        taken = source if isinstance(source, Snapshot) else Snapshot.read(source)
+        with self._intake_lock:
+            if not self._is_open:
+                raise NotReadyError("the engine is closed; build a new one with Engine.load")
+            jobs = taken.jobs(self.loop.target, self._intake, self.methods, self.clock.now())
+            for job in jobs:
+                if job.request_id in self.loop.jobs:
+                    raise RequestError(
+                        f"request_id {job.request_id!r} is in use; wait for that request to end, or cancel it",
+                        param="request_id",
+                    )
+            for job in jobs:
+                job.statistics.costs = self.loop.statistics.costs
+                job.outbox = deque()
+                self.loop.add(job)
+        return [Stream(self, job) for job in jobs]
 
     def encode(self, text: str) -> list[int]:
         """A text prompt as the model reads it."""

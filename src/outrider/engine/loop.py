@@ -17,6 +17,7 @@ from outrider.backends.base import Backend
 from outrider.clock import Clock
 from outrider.config import SchedulerConfig
 from outrider.engine.commit import take
+from outrider.engine.room import Room
 from outrider.errors import BackendError, OutriderError
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
@@ -54,6 +55,7 @@ class Loop:
         self.target = target
         self.router = router
         self.scheduler = Scheduler(scheduling)
+        self.room = Room(target, self.scheduler, router, self._preempted)
         self.width = WidthChooser(target.info, router, controller, max_width)
         self.clock = clock
         self.statistics = Statistics()
@@ -61,6 +63,7 @@ class Loop:
         self.has_cancelled = False  # set from any thread after a job's `cancelled`
         self._arrivals: deque[Job] = deque()
         self._num_deadlines = 0
+        self._pass_s = 0.0  # the least that another step takes
 
     def add(self, job: Job) -> None:
         """From any thread, also while a step is under way: the job joins the line before the next."""
@@ -78,6 +81,7 @@ class Loop:
         events = self.reap()
         self._admit()
         plan = self._plan()
+        self.room.fit(plan)
         if not plan.jobs:
             return events
         now = self.clock.now
@@ -104,7 +108,7 @@ class Loop:
         """End what was cancelled or is late."""
         has_cancelled, self.has_cancelled = self.has_cancelled, False  # before looking: a later cancel sets it again
         self._receive()
-        now = self.clock.now()
+        now = self.clock.now() + (self._pass_s if self.scheduler.policy.drops_late else 0.0)
         watched = list(self.scheduler.running)
         if has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
             watched += self.scheduler.waiting
@@ -144,13 +148,14 @@ class Loop:
         """Let waiting jobs in, as far as there is room."""
         while (job := self.scheduler.next_in_line()) is not None:
             try:
-                job.slot = self.target.open(job.tokens, job.limit, job.request.tenant)
+                job.slot = self.room.open(job)
                 if job.slot is not None:
                     job.cached = self.target.length(job.slot)  # more than 0 where the beginning was known already
             except Exception as error:
                 self._fail(job, _blamed(BackendError, "the target failed to open a sequence", error))
                 continue
             if job.slot is not None:
+                job.saved = None
                 self.scheduler.start(job)
             elif self.scheduler.running:
                 return  # somebody will leave
@@ -158,6 +163,10 @@ class Loop:
                 self._fail(
                     job, BackendError("the target has no room for a single sequence; give it more, or close others")
                 )
+
+    def _preempted(self, job: Job, kind: str) -> None:
+        job.statistics.preemptions += 1
+        self.statistics.preemptions += 1
 
     def _plan(self) -> Plan:
         """The next pass. A drafter that fails to say how far it is fails that job, and the others are planned again."""
@@ -275,6 +284,8 @@ class Loop:
 
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
+        pass_s = times.score_s + times.judge_s
+        self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
         batch, num_emitted = len(plan.deciding), 0
         for job in plan.reading:
             job.statistics.add_pass(times, batch, False, 0)
@@ -325,7 +336,8 @@ class Loop:
         self.jobs.pop(job.request_id, None)
         self._num_deadlines -= job.deadline is not None
         self.scheduler.remove(job)
-        slot, job.slot = job.slot, None
+        self.room.forget(job)
+        slot, job.slot, job.saved = job.slot, None, None
         givings: list[Callable[[], None]] = [
             *(partial(drafter.forget, job) for drafter in self.router.drafters.values()),
             lambda: self.width.controller.forget(job),

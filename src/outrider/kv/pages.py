@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import NamedTuple, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 from outrider.types import Slot
 
@@ -38,6 +38,12 @@ class Store(Protocol):
 
     def move_places(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy single places, numbered over all pages; all are read before any is written."""
+
+    def save_places(self, places: Sequence[int]) -> Any:
+        """Their contents as an array of the host, [..., places, values]."""
+
+    def restore_places(self, places: Sequence[int], contents: Any) -> None:
+        """Write what `save_places` returned."""
 
 
 @dataclass(slots=True)
@@ -203,6 +209,45 @@ class Pages:
         self._promised -= lease.promised
         for page in reversed(lease.pages):  # the end of a sequence is the first to be forgotten
             self._drop(page)
+
+    def would_free(self, slot: Slot) -> int:
+        """Pages that nobody else holds."""
+        return sum([self._holders[page] == 1 for page in self.leases[slot].pages])
+
+    def save(self, slot: Slot, *, shared: bool = True) -> dict[str, Any]:
+        """What every store holds of the sequence; without `shared`, from the first page on that nobody else holds."""
+        lease, first = self.leases[slot], 0
+        if not shared:
+            while first < len(lease.pages) and self._holders[lease.pages[first]] > 1:
+                first += 1
+        start = min(first * self.page_size, lease.lengths[0])
+        stores = [
+            store.save_places(self.places(slot, range(start, max(start, length))))
+            for store, length in zip(self._stores, lease.lengths, strict=True)
+        ]
+        return {"start": start, "lengths": list(lease.lengths), "stores": stores}
+
+    def load(
+        self, state: Mapping[str, Any], tokens: Sequence[int] = (), limit: int = 0, tenant: str = ""
+    ) -> Slot | None:
+        """A sequence with saved contents, beginning with what is known of `tokens`; None when there is no room.
+
+        Where something is missing between the two, it holds the beginning only.
+        """
+        start, saved = state["start"], state["lengths"]
+        slot = self.open(tokens[: saved[0] + 1], max(limit, saved[0]), tenant)
+        if slot is None:
+            return None
+        lengths = self.leases[slot].lengths
+        if lengths[0] < start or not self.make_room(slot, saved[0]):
+            return slot
+        for number, (length, contents) in enumerate(zip(saved, state["stores"], strict=True)):
+            end = min(length, saved[0])
+            if number < len(self._stores) and start <= lengths[number] < end:
+                places = self.places(slot, range(lengths[number], end))
+                self._stores[number].restore_places(places, contents[..., lengths[number] - start : end - start, :])
+                self.advance(slot, number, end)
+        return slot
 
     def check(self) -> None:
         """Assert that every page is accounted for exactly once."""

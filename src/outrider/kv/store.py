@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,6 +33,12 @@ class PageStore:
 
     def move_places(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.whole.index_copy_(1, self._index(targets), self.read(sources))
+
+    def save_places(self, places: Sequence[int]) -> Any:
+        return self.read(places).float().cpu().numpy()
+
+    def restore_places(self, places: Sequence[int], contents: Any) -> None:
+        self.write(places, torch.from_numpy(contents))
 
     def read(self, places: Sequence[int]) -> torch.Tensor:
         """Contents of these places, [layers, places, keys | values]."""

@@ -305,8 +305,8 @@ class AdaptiveController:
         if bold.rate < NOTABLE * rate:
             return found
         allowed = self._allowed(now, found.groups)
-        if loss > 0.5 * allowed:
-            now.is_saving = loss < allowed
+        if loss > 0.35 * allowed:
+            now.is_saving = loss < 0.6 * allowed
             return found
         self._known.budget.spend(loss)
         return Found(found.groups, bold, TRYING)

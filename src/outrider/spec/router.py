@@ -103,6 +103,12 @@ class Router:
             self._charge(name, started)
         return total, faults
 
+    def pause(self, job: Job) -> None:
+        """The job gave its place up for a while."""
+        for drafter in self.drafters.values():
+            with blaming(DraftError, f"the {drafter.name} draft failed"):
+                getattr(drafter, "pause", drafter.forget)(job)
+
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
 

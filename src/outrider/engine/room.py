@@ -1,0 +1,109 @@
+"""Room in the target's cache: who gets in, and who gives way when it runs out while sequences grow.
+
+A sequence begins with room for what the policy wants to be sure of; the rest is taken as it is needed. When a pass does
+not fit, drafts are dropped first. Then the policy names somebody who gives way: its pages are freed, and it waits in
+line again with all its tokens. Later they are read again ("recompute"), or come back from host memory ("swap").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from outrider.backends.base import Backend, Paged, State
+from outrider.errors import BackendError
+from outrider.sched.scheduler import Scheduler
+from outrider.spec.blame import blaming
+from outrider.spec.round import publish, slot_of
+from outrider.spec.router import Router
+from outrider.types import Job, Plan, Slot
+
+NO_ROOM = "there is no room in the cache for drafts"
+
+
+class Room:
+    """`told` hears of every job that gave way, and how."""
+
+    def __init__(self, target: Backend, scheduler: Scheduler, router: Router, told: Callable[[Job, str], None]) -> None:
+        self._target = target
+        self._paged = cast(Paged, target) if hasattr(target, "reserve") else None
+        self._scheduler = scheduler
+        self._router = router
+        self._told = told
+        self._swapped: dict[int, State] = {}  # by job id
+        self._sizes: dict[int, int] = {}  # tokens of each
+
+    @property
+    def num_swapped(self) -> int:
+        """Tokens in host memory."""
+        return sum(self._sizes.values())
+
+    def open(self, job: Job) -> Slot | None:
+        """A slot for a job that is let in, with whatever is known of its tokens."""
+        tenant = job.request.tenant
+        limit = job.limit if self._paged is None else self._scheduler.policy.reserve(job)
+        if job.saved is not None:
+            return self._target.load(job.saved)
+        if self._paged is None or job.id not in self._swapped:
+            return self._target.open(job.tokens, limit, tenant)
+        slot = self._paged.swap_in(self._swapped[job.id], job.tokens, limit, tenant)
+        if slot is not None:
+            self.forget(job)
+        return slot
+
+    def forget(self, job: Job) -> None:
+        """Nothing is kept in host memory for the job any more."""
+        self._swapped.pop(job.id, None)
+        self._sizes.pop(job.id, None)
+
+    def fit(self, plan: Plan) -> None:
+        """Make room for everything the pass feeds; who has to give way leaves the plan."""
+        if self._paged is None:
+            return
+        lengths = {job.id: job.cached + chunk for job, chunk in zip(plan.reading, plan.chunks, strict=True)}
+        places = {job.id: place for place, job in enumerate(plan.deciding)}
+        jobs, widths, order = plan.jobs, plan.widths, self._scheduler.policy.order
+        if len(jobs) > 1:
+            jobs = sorted(jobs, key=lambda job: (order(job), job.id))
+        for job in jobs:
+            if job.slot is None:  # it gave way to another
+                continue
+            length, place = lengths.get(job.id, len(job.tokens)), places.get(job.id)
+            if place is not None and widths[place]:
+                if self._reserve(self._paged, job, length + widths[place]):
+                    continue
+                plan.asks[place] = ()
+                plan.fallbacks.append((job, NO_ROOM))
+            while job.slot is not None and not self._reserve(self._paged, job, length):
+                self._preempt(self._paged, self._victim(self._paged) or job)
+        if any(job.slot is None for job in jobs):
+            _leave(plan)
+
+    def _reserve(self, paged: Paged, job: Job, length: int) -> bool:
+        with blaming(BackendError, "the target failed to make room"):
+            return bool(paged.reserve(slot_of(job), length))
+
+    def _victim(self, paged: Paged) -> Job | None:
+        """Who gives way: somebody whose pages are really freed by that."""
+        holders = [job for job in self._scheduler.running if paged.would_free(slot_of(job)) > 0]
+        return self._scheduler.policy.victim(holders) if holders else None
+
+    def _preempt(self, paged: Paged, job: Job) -> None:
+        slot, kind, config = slot_of(job), "recompute", self._scheduler.config
+        publish(self._target, job)  # what nobody needs meanwhile is found again
+        if config.preempt == "swap" and self.num_swapped + job.cached <= config.swap_tokens:
+            kind = "swap"
+            self._swapped[job.id], self._sizes[job.id] = paged.swap_out(slot), job.cached
+        self._router.pause(job)
+        self._target.close(slot)
+        job.slot, job.cached = None, 0
+        self._scheduler.give_way(job)
+        self._told(job, kind)
+
+
+def _leave(plan: Plan) -> None:
+    """Only who has a slot takes part."""
+    stay = [index for index, job in enumerate(plan.reading) if job.slot is not None]
+    plan.reading, plan.chunks = [plan.reading[index] for index in stay], [plan.chunks[index] for index in stay]
+    stay = [index for index, job in enumerate(plan.deciding) if job.slot is not None]
+    plan.deciding, plan.asks = [plan.deciding[index] for index in stay], [plan.asks[index] for index in stay]
