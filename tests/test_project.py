@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outrider"
 # A module imports only lower ranks or its own package; spec and sched share a rank and stay strangers.
 RANK = {
-    **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "clock", "jsonfile"), 0),
+    **dict.fromkeys(("types", "errors", "checks", "config", "metrics", "serving", "clock", "jsonfile"), 0),
     **dict.fromkeys(("tokenizer", "sampling", "kv", "models"), 1),
     "backends": 2,
     "draft": 3,

@@ -111,6 +111,12 @@ class NotReadyError(OutriderError):
     status, code = 503, "not_ready"
 
 
+class QueueFullError(OutriderError):
+    """Too many requests run or wait already: try again later."""
+
+    status, code = 429, "queue_full"
+
+
 class BackendError(OutriderError):
     """The target model broke its contract: wrong shapes, NaN, or an exception of its own."""
 

@@ -49,6 +49,8 @@ class HFBackend:
     `output_hidden_states` is after it).
     """
 
+    fingerprint: str | None = None  # of the weights, where they came from a file
+
     def __init__(
         self,
         model: PreTrainedModel,

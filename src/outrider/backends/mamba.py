@@ -63,6 +63,8 @@ class MambaBackend:
     """`context` may go beyond what the model was trained on. `max_slots` sequences may be open at once; each keeps
     `max_rewind` + 1 states."""
 
+    fingerprint: str | None = None  # of the weights, where they came from a file
+
     def __init__(
         self,
         file: ModelFile,

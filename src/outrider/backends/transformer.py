@@ -36,6 +36,8 @@ Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]  # logits [rows, columns],
 class TransformerBackend:
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then."""
 
+    fingerprint: str | None = None  # of the weights, where they came from a file
+
     def __init__(
         self,
         file: ModelFile,

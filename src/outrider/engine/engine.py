@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from outrider.backends.base import Backend, ModelInfo
@@ -24,8 +25,17 @@ from outrider.engine.loop import Loop
 from outrider.engine.snapshot import Snapshot
 from outrider.engine.stream import Stream
 from outrider.engine.turn import Turn
-from outrider.errors import ConfigError, NotReadyError, OutriderError, RequestError, SnapshotError
+from outrider.errors import (
+    ConfigError,
+    NotReadyError,
+    OutriderError,
+    QueueFullError,
+    RequestError,
+    SnapshotError,
+)
 from outrider.metrics import Statistics
+from outrider.sched.policies import Policy
+from outrider.serving import ServingMetrics
 from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
 from outrider.spec.width import Controller
@@ -60,7 +70,10 @@ class Engine:
             controller or AdaptiveController(statistics=lambda: self.loop.statistics),
             speculation.max_width,
         )
-        self._intake = Intake(target.info, tokenizer, router.methods, router.method, speculation)
+        self._scheduling = self.loop.scheduler.config
+        longest = [self._scheduling.max_length, self._scheduling.max_in_flight, target.info.context]
+        info = replace(target.info, context=min(length for length in longest if length is not None))
+        self._intake = Intake(info, tokenizer, router.methods, router.method, speculation)
         self.tokenizer = tokenizer
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
@@ -90,6 +103,8 @@ class Engine:
         strict: bool = False,
         max_batch: int = 64,
         prefill_chunk: int = 512,
+        policy: str | Policy = "fcfs",
+        scheduling: SchedulerConfig | None = None,
         ngram: NgramConfig | None = None,
         suffix: SuffixConfig | None = None,
         clock: Clock | None = None,
@@ -100,7 +115,8 @@ class Engine:
         ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH", "eagle:PATH", a model,
         a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that has something to say
         drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the engine chooses up to
-        `max_width`. `ModelConfig` explains the other settings.
+        `max_width`. `ModelConfig` explains the other settings of models, `SchedulerConfig` those of
+        serving many requests; `scheduling` gives them all at once.
         """
         from outrider.engine.build import Lookups, build_engine
 
@@ -119,7 +135,7 @@ class Engine:
                 cache_tokens=cache_tokens,
                 strict=strict,
             ),
-            scheduling=SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk),
+            scheduling=scheduling or SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk, policy=policy),
             lookups=Lookups.of(ngram, suffix),
             clock=clock,
         )
@@ -268,6 +284,7 @@ class Engine:
         with self._intake_lock:
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
+            self._check_queue(len(prompts))
             names: set[str] = set()
             jobs = []
             for index, prompt in enumerate(prompts):
@@ -281,6 +298,15 @@ class Engine:
                 job.outbox = deque() if streaming else None
                 self.loop.add(job)
             return jobs
+
+    def _check_queue(self, num_requests: int) -> None:
+        """Whether so many more may join: the batch and the line behind it have an end."""
+        config = self._scheduling
+        if config.max_queue is not None and len(self.loop.jobs) + num_requests > config.max_batch + config.max_queue:
+            raise QueueFullError(
+                f"{len(self.loop.jobs)} requests run or wait, and {config.max_batch} + {config.max_queue} may; "
+                "try again when some have ended"
+            )
 
     def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any], names: set[str]) -> Job:
         """A job under a name of its own, which is added to `names`."""
@@ -340,6 +366,7 @@ class Engine:
                         f"request_id {job.request_id!r} is in use; wait for that request to end, or cancel it",
                         param="request_id",
                     )
+            self._check_queue(len(jobs))
             for job in jobs:
                 job.statistics.costs = self.loop.statistics.costs
                 job.outbox = deque()
@@ -386,10 +413,21 @@ class Engine:
         """Of all requests since the start, or the last reset."""
         return self.loop.statistics
 
+    @property
+    def metrics(self) -> ServingMetrics:
+        """Of serving: waiting times, batch sizes, tokens per second."""
+        metrics, scheduler = self.loop.metrics, self.loop.scheduler
+        metrics.running, metrics.waiting = len(scheduler.running), len(self.loop.jobs) - len(scheduler.running)
+        pages = getattr(self.loop.target, "pages", None)
+        if pages is not None:
+            metrics.pages_free, metrics.pages_held, metrics.pages_idle = pages.usage[:3]
+        return metrics
+
     def reset_statistics(self) -> None:
         """Start counting anew. Requests in flight keep their own counts."""
         with self._turn:
             self.loop.statistics = Statistics()
+            self.loop.metrics = ServingMetrics()
 
     def close(self) -> None:
         """End everything that runs and take no more requests."""

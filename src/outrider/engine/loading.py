@@ -16,6 +16,7 @@ from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.pages import Pages
 from outrider.models import hub
 from outrider.models.base import ModelFile, TransformerSpec
+from outrider.models.fingerprint import fingerprint
 from outrider.models.gguf import GGUFFile, read_metadata
 from outrider.models.opening import open_model
 from outrider.models.source import ModelSource
@@ -111,7 +112,9 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
         if own is None and isinstance(file.spec, TransformerSpec):
             own = _pages([file.spec], weights, config, device)
         size = None if tokenizer is None else sizes[index]
-        loaded.append(Loaded(_backend(file, own, size, config, device), tokenizer, shares[index] and index > 0))
+        backend = _backend(file, own, size, config, device)
+        backend.fingerprint = fingerprint(paths[index])  # type: ignore[attr-defined]
+        loaded.append(Loaded(backend, tokenizer, shares[index] and index > 0))
     return loaded
 
 
@@ -162,6 +165,7 @@ def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
         tokenizer = tokenizer_of(path)
         vocab_size = None if tokenizer is None else tokenizer.vocab_size
         backend = HFBackend.from_path(path, device=str(device), vocab_size=vocab_size, context=config.context)
+        backend.fingerprint = fingerprint(path)
         loaded.append(Loaded(backend, tokenizer))
     return loaded
 

@@ -21,6 +21,7 @@ from outrider.engine.room import Room
 from outrider.errors import BackendError, OutriderError
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sched.scheduler import Scheduler
+from outrider.serving import ServingMetrics
 from outrider.spec.round import emitted, judge, keep, publish, score, slot_of
 from outrider.spec.router import Router
 from outrider.spec.width import Choice, Controller, WidthChooser
@@ -59,6 +60,7 @@ class Loop:
         self.width = WidthChooser(target.info, router, controller, max_width)
         self.clock = clock
         self.statistics = Statistics()
+        self.metrics = ServingMetrics()
         self.jobs: dict[str, Job] = {}  # by request id, from `add` to the end
         self.has_cancelled = False  # set from any thread after a job's `cancelled`
         self._arrivals: deque[Job] = deque()
@@ -74,6 +76,7 @@ class Loop:
         while self._arrivals:
             job = self._arrivals.popleft()
             self._num_deadlines += job.deadline is not None
+            self.metrics.arrived(job.arrival)
             self.scheduler.add(job)
 
     def step(self) -> list[Event]:
@@ -134,8 +137,15 @@ class Loop:
         self._deliver(job, event)  # before it counts as done: a reader that sees "done" finds the last event
         job.finish_reason = reason
         self._release(job)
+        self._finished(job, reason)
         _wake(job)
         return event
+
+    def _finished(self, job: Job, reason: str) -> None:
+        now, num_tokens, per_token_s = self.clock.now(), len(job.tokens) - job.num_prompt, None
+        if job.first_token is not None and num_tokens > 1:
+            per_token_s = (now - job.first_token) / (num_tokens - 1)
+        self.metrics.finished(reason, now - job.arrival, num_tokens, per_token_s)
 
     def check(self) -> None:
         """Assert that caches and tokens agree; for calls between steps."""
@@ -157,6 +167,9 @@ class Loop:
             if job.slot is not None:
                 job.saved = None
                 self.scheduler.start(job)
+                if job.started is None:
+                    job.started = self.clock.now()
+                    self.metrics.started(job.started - job.arrival, job.num_prompt, job.cached)
             elif self.scheduler.running:
                 return  # somebody will leave
             else:
@@ -167,6 +180,7 @@ class Loop:
     def _preempted(self, job: Job, kind: str) -> None:
         job.statistics.preemptions += 1
         self.statistics.preemptions += 1
+        self.metrics.preempted(kind)
 
     def _plan(self) -> Plan:
         """The next pass. A drafter that fails to say how far it is fails that job, and the others are planned again."""
@@ -235,6 +249,9 @@ class Loop:
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
             job.cached = len(job.tokens) - 1
+            if job.first_token is None:
+                job.first_token = now
+                self.metrics.first_token(now - job.arrival)
             maker, path = drafts.makers[index] if drafts.makers else "", None
             if parents is None:
                 outcome = Outcome.of_chain(len(drafted), accepted[index], num_taken, maker)
@@ -301,6 +318,7 @@ class Loop:
             self.statistics.add_round(outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         self.statistics.costs.add(times.num_fed, times.score_s)
+        self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
             self.statistics.add_fallback(reason)
@@ -314,6 +332,7 @@ class Loop:
         """The job is over; whoever waits for it gets the error."""
         job.error = error
         self._release(job)
+        self._finished(job, "error")
         _wake(job)
 
     def _fail_jobs(self, jobs: list[Job], error: OutriderError) -> None:

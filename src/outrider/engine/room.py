@@ -43,7 +43,7 @@ class Room:
         tenant = job.request.tenant
         limit = job.limit if self._paged is None else self._scheduler.policy.reserve(job)
         if job.saved is not None:
-            return self._target.load(job.saved)
+            return self._target.load(job.saved)  # None is for want of room, as of `open`
         if self._paged is None or job.id not in self._swapped:
             return self._target.open(job.tokens, limit, tenant)
         slot = self._paged.swap_in(self._swapped[job.id], job.tokens, limit, tenant)

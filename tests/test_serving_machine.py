@@ -1,0 +1,281 @@
+"""Random lives of a serving engine on real pages, and a day of requests: nothing is lost, nothing is left.
+
+Requests of every kind come, go and are cancelled at random while there is never enough room. Each of them says what it
+would have said alone, or a beginning of that; after every step caches, pages and tokens agree.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from outrider.backends.base import Backend, State
+from outrider.backends.mock import MockBackend
+from outrider.backends.paged_mock import PagedMock
+from outrider.clock import VirtualClock
+from outrider.config import MockConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
+from outrider.draft.model import ModelDrafter
+from outrider.draft.ngram import NgramDrafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.engine.stream import Stream
+from outrider.kv.pages import Pages
+from outrider.sched import policies
+from outrider.types import FinishReason, Job, Request, SamplingParams, Slot
+
+from conftest import check_caches
+
+MODEL = MockConfig(
+    vocab_size=12, context=64, seed=3, sharpness=2.0, eos_ids=(0,), seconds_per_pass=0.01, seconds_per_token=0.001
+)
+STEMS = ([5, 9, 5, 9, 2, 7, 5, 9] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 2)  # beginnings that requests have in common
+PROMPTS = tuple(tuple(stem[:length] + tail) for stem in STEMS for length in (1, 7, 13, 20) for tail in ([], [11, 3]))
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=1.3, seed=2, top_k=6),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, seed=3, accept="rejection"),
+)
+EXACT = ("greedy", "coupled")
+HEADROOM = 3  # tokens a job is let in with beyond what it has: few, so that they get into each other's way
+MOST_WIDTH = 6
+ENOUGH_STEPS = 3_000  # for everything that is under way to end
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine of the machine."""
+
+    policy: str
+    preempt: Any
+    swap_tokens: int
+    num_pages: int
+    page_size: int
+    max_batch: int
+    prefill_chunk: int
+    spare: int | None  # tokens of a step beyond one for everybody
+    draft: str  # on the target's pages, on pages of its own, or without pages and with two seats
+    width: int | None
+    order: int | None
+
+    def engine(self) -> Engine:
+        clock, model = VirtualClock(), replace(MODEL, order=self.order)
+        pages = Pages(self.num_pages * 4 // self.page_size, self.page_size)
+        target = CountedMock(model, pages, clock=clock)
+        drafters = [self.drafter(model, pages, clock), NgramDrafter(), SuffixDrafter(SuffixConfig(max_tokens=64))]
+        scheduling = SchedulerConfig(
+            max_batch=self.max_batch,
+            prefill_chunk=self.prefill_chunk,
+            step_tokens=None if self.spare is None else self.max_batch + self.spare,
+            policy=self.policy,
+            preempt=self.preempt,
+            swap_tokens=self.swap_tokens,
+        )
+        speculation = SpeculationConfig(width=self.width, max_width=MOST_WIDTH)
+        return Engine(target, drafters, scheduling=scheduling, speculation=speculation, clock=clock)
+
+    def drafter(self, model: MockConfig, pages: Pages, clock: VirtualClock) -> ModelDrafter:
+        model = replace(model, drift=0.4, seconds_per_pass=0.002, seconds_per_token=0.0)
+        backend: Backend
+        if self.draft == "shared":
+            backend = PagedMock(model, pages, clock=clock)
+        elif self.draft == "paged":
+            backend = PagedMock(model, Pages(24, 4), clock=clock)
+        else:
+            backend = MockBackend(replace(model, max_slots=2), clock=clock)
+        return ModelDrafter(backend, chunk=6, shares_slots=self.draft == "shared")
+
+
+class CountedMock(PagedMock):
+    """Counts how sequences begin and give way."""
+
+    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
+        slot = super().open(tokens, limit, tenant)
+        COUNTS["prefix hits"] += slot is not None and self.length(slot) > 0
+        return slot
+
+    def swap_out(self, slot: Slot) -> State:
+        COUNTS["swaps out"] += 1
+        return super().swap_out(slot)
+
+    def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
+        slot = super().swap_in(state, tokens, limit, tenant)
+        COUNTS["swaps in"] += slot is not None
+        COUNTS["swaps in whole"] += slot is not None and self.length(slot) == state["lengths"][0]
+        return slot
+
+
+COUNTS: Counter[str] = Counter()
+
+
+@cache
+def alone(order: int | None, prompt: tuple[int, ...], sampling: int, max_tokens: int, ignore_eos: bool) -> list[int]:
+    """What a request says that nobody disturbs, decoded plainly without pages."""
+    engine = Engine(MockBackend(replace(MODEL, order=order, seconds_per_pass=0.0, seconds_per_token=0.0)))
+    request = Request(prompt=prompt, sampling=SAMPLINGS[sampling], max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return engine.generate(request).token_ids
+
+
+setups = st.builds(
+    Setup,
+    policy=st.sampled_from(sorted(policies.POLICIES)),
+    preempt=st.sampled_from(["recompute", "swap"]),
+    swap_tokens=st.sampled_from([0, 40, 1000]),
+    num_pages=st.integers(16, 26),
+    page_size=st.sampled_from([2, 4, 8]),
+    max_batch=st.sampled_from([2, 4, 7]),
+    prefill_chunk=st.sampled_from([3, 16]),
+    spare=st.sampled_from([None, 1, 9]),
+    draft=st.sampled_from(["shared", "shared", "paged", "seats"]),
+    width=st.sampled_from([None, 3]),
+    order=st.sampled_from([None, 2]),
+)
+speculations = st.sampled_from(
+    [{}, {}, {"width": 0}, {"width": 1}, {"width": 5}, {"width": 6, "tree": True}, {"tree": True}, {"max_width": 2}]
+)
+
+
+class Serving(RuleBasedStateMachine):
+    """An engine that is driven by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.engine: Engine
+
+    @initialize(setup=setups)
+    def begin(self, setup: Setup) -> None:
+        self.setup, self.engine = setup, setup.engine()
+
+    @rule(
+        which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3),
+        sampling=st.integers(0, len(SAMPLINGS) - 1),
+        max_tokens=st.sampled_from([1, 4, 11, 24, 24]),
+        ignore_eos=st.booleans(),
+        priority=st.sampled_from(["low", "normal", "high"]),
+        deadline_s=st.sampled_from([None, None, None, 0.03, 0.3, 2.0]),
+        tenant=st.sampled_from(["", "", "other"]),
+        method=st.sampled_from([None, "none", "model", "ngram", "suffix", "ngram,model", "suffix,ngram"]),
+        speculation=speculations,
+    )
+    def submit(self, which: list[int], sampling: int, speculation: dict[str, Any], **asked: Any) -> None:
+        for index in which:
+            request = Request(prompt=PROMPTS[index], sampling=SAMPLINGS[sampling], **asked, **speculation)
+            self.streams.append(self.engine.stream(request))
+            COUNTS["requests"] += 1
+
+    @rule()
+    def step(self) -> None:
+        engine = self.engine
+        engine.step()
+        COUNTS["steps"] += 1
+        check_caches(engine)
+        self.check_room()
+
+    @rule(count=st.integers(2, 24))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(self.streams[-8:]))
+        assert self.engine.cancel(stream.request_id) == (not stream._job.done)
+        assert stream._job.done
+        check_caches(self.engine)
+
+    @rule(seconds=st.sampled_from([0.01, 0.25, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.engine.clock.sleep(seconds)
+
+    def check_room(self) -> None:
+        """Nobody holds more pages than its tokens and drafts need, and limits are kept."""
+        loop = self.engine.loop
+        pages, running = loop.target.pages, loop.scheduler.running
+        need = [-(-(len(job.tokens) + MOST_WIDTH) // pages.page_size) for job in running]
+        held = [len(pages.leases[job.slot].pages) for job in running]
+        assert all(have <= most for have, most in zip(held, need, strict=True)), (held, need)
+        assert pages.usage.held <= sum(held)
+        assert len(running) <= self.setup.max_batch
+        assert loop.room.num_swapped <= self.setup.swap_tokens
+        if self.setup.policy == "orca":
+            assert self.engine.statistics.preemptions == 0
+
+    def check_answer(self, job: Job) -> None:
+        """It ended once, and said what it would have said alone, or a beginning of that."""
+        assert job.error is None, f"{job.request_id} failed: {job.error!r}"
+        events = list(job.outbox or ())
+        assert [event.result is not None for event in events] == [False] * (len(events) - 1) + [True], "not one end"
+        assert [token for event in events for token in event.tokens] == job.result.token_ids == job.output
+        request = job.request
+        sampling = SAMPLINGS.index(request.sampling)
+        if job.rule == "rejection" and request.sampling.temperature > 0.0:
+            return
+        wanted = alone(self.setup.order, tuple(request.prompt), sampling, request.max_tokens, request.ignore_eos)
+        reason = job.result.finish_reason
+        if reason in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+            COUNTS[reason] += 1
+            wanted = wanted[: len(job.output)]
+        assert job.output == wanted, f"{job.request_id} ({reason}) after {job.statistics.preemptions} preemptions"
+        COUNTS["answers compared"] += 1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine, loop = self.engine, self.engine.loop
+        for _ in range(ENOUGH_STEPS):
+            if not engine.num_requests:
+                break
+            self.step()
+        assert not engine.num_requests, "something never ends"
+        for stream in self.streams:
+            self.check_answer(stream._job)
+        assert not loop.scheduler.running and not loop.scheduler.waiting and loop.room.num_swapped == 0
+        usage = loop.target.pages.usage
+        assert usage.held == usage.promised == 0, "a page leaked"
+        for drafter in loop.router.drafters.values():
+            assert not getattr(drafter, "seats", {}) and not getattr(drafter, "lookups", {})
+            if isinstance(drafter, ModelDrafter):
+                assert drafter.backend.num_slots == 0 and not drafter._unseated
+        statistics = engine.statistics
+        COUNTS["preemptions"] += statistics.preemptions
+        COUNTS["drafted"] += statistics.drafted
+        COUNTS["accepted"] += statistics.accepted
+        engine.close()
+
+
+def live(monkeypatch: pytest.MonkeyPatch, examples: int, rules: int) -> str:
+    """Run the machine; returns what happened in words."""
+    monkeypatch.setattr(policies, "HEADROOM", HEADROOM)
+    COUNTS.clear()
+    run_state_machine_as_test(Serving, settings=settings(max_examples=examples, stateful_step_count=rules))
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(COUNTS.items()))
+
+
+@pytest.mark.blind  # `step` checks by itself
+def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = live(monkeypatch, examples=60, rules=24)
+    assert COUNTS["steps"] >= 2_000, told
+    assert COUNTS["preemptions"] > 200 and COUNTS["swaps in"] > 20, told
+
+
+@pytest.mark.slow
+@pytest.mark.blind
+def test_a_hundred_thousand_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = live(monkeypatch, examples=1_500, rules=50)
+    with capsys.disabled():
+        print(f"\n{told}")  # noqa: T201
+    assert COUNTS["steps"] >= 100_000, told
