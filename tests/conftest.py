@@ -22,7 +22,8 @@ def drafter_of(engine: Engine) -> Any:
 
 
 def check_caches(engine: Engine) -> None:
-    """The target holds tokens[:-1] (a prefix of the prompt while it reads), the draft a prefix, and nobody else any."""
+    """The target holds tokens[:-1] (a prefix while it reads, again after it gave way), the draft a prefix, and nobody
+    else any."""
     loop = engine.loop
     loop.check()
     pages = getattr(loop.target, "pages", None)
@@ -34,7 +35,7 @@ def check_caches(engine: Engine) -> None:
         for job in loop.scheduler.running:
             held = loop.target.cached(job.slot)
             assert held == job.tokens[: len(held)], f"target holds {held}, tokens are {job.tokens}"
-            if len(job.tokens) > job.num_prompt:
+            if len(job.tokens) > job.num_prompt and not job.statistics.preemptions:
                 assert held == job.tokens[:-1], f"target holds {held}, tokens are {job.tokens}"
     running, here = {job.id for job in loop.scheduler.running}, {job.id for job in loop.jobs.values()}
     for drafter in loop.router.drafters.values():
@@ -50,13 +51,16 @@ def check_caches(engine: Engine) -> None:
 
 def check_draft(engine: Engine, drafter: ModelDrafter) -> None:
     for seat in drafter.seats.values():
-        assert drafter.backend.length(seat.slot) == seat.length, "the draft holds more or less than its seat says"
+        held = seat.length + len(seat.ahead)  # ahead: only with run-ahead
+        assert drafter.backend.length(seat.slot) == held, "the draft holds more or less than its seat says"
+        assert not seat.ahead or engine.loop.ahead is not None, "the draft keeps what was not emitted"
     if isinstance(drafter.backend, MockBackend):
-        assert drafter.backend.num_slots == len(drafter.seats)
+        num_slots, num_seats = drafter.backend.num_slots, len(drafter.seats)
+        assert num_slots == num_seats or (drafter.shares_slots and num_slots < num_seats), "the draft holds others' slots"
         running = {job.id: job for job in engine.loop.scheduler.running}
         assert drafter.seats.keys() <= running.keys(), "the draft holds slots of jobs that are over"
         for job_id, seat in drafter.seats.items():
-            held = drafter.backend.cached(seat.slot)
+            held = drafter.backend.cached(seat.slot)[: seat.length]
             tokens = running[job_id].tokens
             assert held == tokens[: len(held)], f"draft holds {held}, tokens are {tokens}"
 

@@ -6,9 +6,6 @@ would have said alone, or a beginning of that; after every step caches, pages an
 
 from __future__ import annotations
 
-import gc
-import random
-import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -133,9 +130,9 @@ setups = st.builds(
     policy=st.sampled_from(sorted(policies.POLICIES)),
     preempt=st.sampled_from(["recompute", "swap"]),
     swap_tokens=st.sampled_from([0, 40, 1000]),
-    num_pages=st.integers(16, 26),
+    num_pages=st.integers(16, 24),
     page_size=st.sampled_from([2, 4, 8]),
-    max_batch=st.sampled_from([2, 4, 7]),
+    max_batch=st.sampled_from([3, 5, 8]),
     prefill_chunk=st.sampled_from([3, 16]),
     spare=st.sampled_from([None, 1, 9]),
     draft=st.sampled_from(["shared", "shared", "paged", "seats"]),
@@ -160,12 +157,12 @@ class Serving(RuleBasedStateMachine):
         self.setup, self.engine = setup, setup.engine()
 
     @rule(
-        which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3),
+        which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=6),
         sampling=st.integers(0, len(SAMPLINGS) - 1),
-        max_tokens=st.sampled_from([1, 4, 11, 24, 24]),
+        max_tokens=st.sampled_from([1, 4, 15, 40, 40]),
         ignore_eos=st.booleans(),
         priority=st.sampled_from(["low", "normal", "high"]),
-        deadline_s=st.sampled_from([None, None, None, 0.03, 0.3, 2.0]),
+        deadline_s=st.sampled_from([None] * 6 + [0.05, 0.5, 3.0]),
         tenant=st.sampled_from(["", "", "other"]),
         method=st.sampled_from([None, "none", "model", "ngram", "suffix", "ngram,model", "suffix,ngram"]),
         speculation=speculations,
@@ -179,12 +176,12 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         engine = self.engine
+        COUNTS["steps"] += engine.num_requests > 0  # others are not worth counting
         engine.step()
-        COUNTS["steps"] += 1
         check_caches(engine)
         self.check_room()
 
-    @rule(count=st.integers(2, 24))
+    @rule(count=st.integers(2, 16))
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
@@ -193,11 +190,12 @@ class Serving(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         stream = data.draw(st.sampled_from(self.streams[-8:]))
-        assert self.engine.cancel(stream.request_id) == (not stream._job.done)
+        was_open = not stream._job.done
+        assert self.engine.cancel(stream.request_id) == was_open
         assert stream._job.done
         check_caches(self.engine)
 
-    @rule(seconds=st.sampled_from([0.01, 0.25, 3.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0]))
     def wait(self, seconds: float) -> None:
         self.engine.clock.sleep(seconds)
 

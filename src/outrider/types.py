@@ -250,6 +250,7 @@ class Job:
     slot: Slot | None = None
     cached: int = 0
     saved: dict[str, Any] | None = None  # what the target held, while the job waits without a slot (swap, snapshots)
+    epoch: int = 0  # counts the times it did not go on as a draft had assumed
     started: float | None = None  # when it was first let in
     first_token: float | None = None  # when it had its first token
     statistics: Statistics = field(default_factory=Statistics)

@@ -83,12 +83,12 @@ class PagedMock(MockBackend):
         return slot
 
     def length(self, slot: Slot) -> int:
-        if slot not in self._tokens and self.number and slot in self.pages.leases:
-            self._adopt(slot)  # a draft that is given the target's slot
-        return super().length(slot)
+        return self.pages.length(slot, self.number)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
+            if slot not in self._tokens and self.number:
+                self._adopt(slot)  # a draft that is given the target's slot
             if not self.pages.make_room(slot, start + count):
                 raise BackendError(f"no page is left for slot {slot} ({self.pages.usage})")
         scores = super().score(spans, hidden)
@@ -117,11 +117,13 @@ class PagedMock(MockBackend):
         return None if twin is None else self._adopt(twin)
 
     def close(self, slot: Slot) -> None:
-        super().close(slot)
         if self.number == 0:
+            super().close(slot)
             self.pages.close(slot)
-        else:
-            self.pages.rewind(slot, self.number, 0)
+            return
+        if slot in self._tokens:  # else it has not read anything yet
+            super().close(slot)
+        self.pages.rewind(slot, self.number, 0)
 
     def save(self, slot: Slot) -> State:
         return self.pages.save(slot)

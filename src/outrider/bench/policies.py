@@ -29,7 +29,7 @@ from outrider.types import FinishReason, Job, Request, SamplingParams
 Priority = Literal["low", "normal", "high"]
 
 VOCABULARY = 16  # prompts of random tokens: no two begin alike
-NO_AGEING = "no ageing"
+NO_AGEING = "priority, no ageing"
 QUICK = 150  # requests
 LOAD = 1.1
 GREEDY = SamplingParams(temperature=0.0)
@@ -42,7 +42,7 @@ class Setting:
     """
 
     load: float = LOAD
-    num_requests: int = 800
+    num_requests: int = 600
     factor: float = 4.0  # lengths are divided by it
     max_batch: int = 32
     prefill_chunk: int = 256
@@ -52,6 +52,7 @@ class Setting:
     seconds_per_token: float = 0.00025
     slack: tuple[float, float] = (3.0, 20.0)
     shares: tuple[float, float, float] = (0.2, 0.6, 0.2)  # of low, normal and high priority
+    ageing_s: float = 10.0  # about as long as the queue: the default is for longer ones
     preempt: Literal["recompute", "swap"] = "recompute"
     seed: int = 0
 
@@ -108,9 +109,9 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread | None:
         if not values:
-            return cls(*[float("nan")] * 4)
+            return None
         return cls(float(np.mean(values)), *np.quantile(values, (0.5, 0.9, 0.99)).tolist())
 
 
@@ -125,9 +126,9 @@ class Reading:
     num_complete: int
     num_late: int  # too late or never
     num_preemptions: int
-    ttft: Spread
-    per_token: Spread
-    latency: Spread
+    ttft: Spread | None
+    per_token: Spread | None
+    latency: Spread | None
     worst_wait: float
     worst_wait_low: float  # of low priority
     tokens_per_second: float  # of complete answers
@@ -174,9 +175,7 @@ def replay(calls: Sequence[Call], policy: str | Policy, setting: Setting, *, pat
     return [endings[number] for number in range(len(calls))]
 
 
-def reading_of(
-    name: str, endings: Sequence[Ending], *, is_patient: bool = True, load: float = float("nan")
-) -> Reading:
+def reading_of(name: str, endings: Sequence[Ending], *, is_patient: bool = True, load: float = float("nan")) -> Reading:
     """The numbers of a replay."""
     complete = [ending for ending in endings if ending.is_complete]
     seconds = max(ending.ended for ending in endings) - endings[0].call.arrival.at
@@ -225,16 +224,17 @@ def readings(arrivals: Sequence[Arrival] | None = None, setting: Setting | None 
     arrivals = (arrivals or made_up(setting.num_requests))[: setting.num_requests]
     calls = calls_of(at_load(arrivals, setting), setting)
     for patient in (True, False):
-        for name, policy in _contenders(patient).items():
+        for name, policy in _contenders(setting, patient).items():
             endings = replay(calls, policy, setting, patient=patient)
-            yield reading_of(name, endings, is_patient=patient, load=setting.load)
+            yield reading_of(name, endings, setting.load, is_patient=patient)
 
 
-def _contenders(patient: bool) -> Mapping[str, Policy]:
+def _contenders(setting: Setting, patient: bool) -> Mapping[str, Policy]:
     policies: dict[str, Policy] = {name: kind() for name, kind in POLICIES.items()}
+    policies["priority"] = ByPriority(setting.ageing_s)
     if patient:
         del policies["edf"]  # without deadlines it is fcfs
-        policies[f"priority, {NO_AGEING}"] = ByPriority(ageing_s=1e9)
+        policies[NO_AGEING] = ByPriority(ageing_s=1e9)
     return policies
 
 
@@ -274,3 +274,82 @@ def _ending(call: Call, job: Job, now: float) -> Ending:
         num_preemptions=job.statistics.preemptions,
         is_complete=job.finish_reason is FinishReason.LENGTH,
     )
+
+
+def heading(reading: Reading) -> str:
+    """What stands above the `line`s of readings like this one."""
+    callers = "patient callers" if reading.is_patient else "callers who leave at their deadline"
+    groups = "".join(f"{name:>28}" for name in ("first token, s", "per token, ms", "whole answer, s"))
+    spreads = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99") * 3)
+    counts = f"{'late':>6}{'worst wait':>12}{'of low':>8}{'tokens/s':>10}{'preempted':>11}"
+    title = f"{reading.num_requests} requests at load {reading.load:g}, {callers}"
+    return f"{title}\n{'':<20}{groups}\n{'policy':<20}{spreads}{counts}"
+
+
+def line(reading: Reading) -> str:
+    """The reading as a line of a table."""
+    spreads = "".join(
+        "".join(f"{value * unit:>7.{digits}f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99))
+        if spread
+        else f"{'-':>7}" * 4
+        for spread, unit, digits in ((reading.ttft, 1, 2), (reading.per_token, 1000, 0), (reading.latency, 1, 2))
+    )
+    waits = f"{reading.worst_wait:>12.1f}{reading.worst_wait_low:>8.1f}"
+    counts = f"{reading.num_late:>6}{waits}{reading.tokens_per_second:>10.0f}{reading.num_preemptions:>11}"
+    return f"{reading.policy:<20}{spreads}{counts}"
+
+
+def plot(taken: Sequence[Reading]) -> str:
+    """Bars as SVG, readable on light and dark pages: a row of panels for either kind of callers."""
+    groups = [(kind, [one for one in taken if one.is_patient is kind]) for kind in (True, False)]
+    parts, top = [], 0
+    for patient, rows in groups:
+        if not rows:
+            continue
+        title = "patient callers" if patient else "callers who leave at their deadline"
+        parts.append(f'<text x="12" y="{top + 26}" class="title">{title}, load {rows[0].load:g}</text>')
+        for line, reading in enumerate(rows):
+            parts.append(f'<text x="142" y="{top + 71 + 22 * line}" class="right">{reading.policy}</text>')
+        for column, (name, values) in enumerate(_panels(rows)):
+            parts += _panel(150 + 178 * column, top + 48, name, values)
+        top += 74 + 22 * len(rows)
+    return SVG.format(width=150 + 178 * 4 + 8, height=top, parts="\n".join(parts))
+
+
+def _panels(rows: Sequence[Reading]) -> list[tuple[str, list[tuple[float, str]]]]:
+    """Name of each panel, and a value with its label for every row."""
+    panels = []
+    for name in ("p50", "p90", "p99"):
+        seconds = [0.0 if one.ttft is None else getattr(one.ttft, name) for one in rows]
+        panels.append(
+            (
+                f"first token, {name}",
+                [(value, f"{value:.2g} s" if value < 10 else f"{value:.0f} s") for value in seconds],
+            )
+        )
+    shares = [one.num_late / one.num_requests for one in rows]
+    return [*panels, ("deadline missed", [(share, f"{share:.1%}") for share in shares])]
+
+
+def _panel(left: int, top: int, name: str, values: Sequence[tuple[float, str]]) -> list[str]:
+    parts = [f'<text x="{left}" y="{top}">{name}</text>']
+    most = max([value for value, _ in values]) or 1.0
+    for line, (value, label) in enumerate(values):
+        width, y = max(1.0, 112 * value / most), top + 10 + 22 * line
+        parts.append(f'<rect class="bar" x="{left}" y="{y}" width="{width:.1f}" height="16" rx="2"/>')
+        parts.append(f'<text x="{left + width + 6:.1f}" y="{y + 13}" class="value">{label}</text>')
+    return parts
+
+
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
+ role="img" aria-label="Time to first token and deadlines missed, by policy">
+<style>
+text {{ font: 12px system-ui, sans-serif; fill: #3d444d }} .title {{ font-weight: 600; font-size: 14px; fill: #1f2328 }}
+.right {{ text-anchor: end }} .value {{ font-size: 11px }} .page {{ fill: #ffffff }} .bar {{ fill: #2f6fb0 }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #b7bdc8 }} .title {{ fill: #f0f6fc }} .page {{ fill: #0d1117 }} .bar {{ fill: #6cb0f0 }} }}
+</style>
+<rect class="page" width="{width}" height="{height}"/>
+{parts}
+</svg>
+"""

@@ -61,9 +61,7 @@ def made_up(count: int, seed: int = 0) -> list[Arrival]:
 
 def shortened(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """All lengths divided by `factor`."""
-    return [
-        Arrival(one.at, math.ceil(one.num_prompt / factor), math.ceil(one.num_answer / factor)) for one in arrivals
-    ]
+    return [Arrival(one.at, math.ceil(one.num_prompt / factor), math.ceil(one.num_answer / factor)) for one in arrivals]
 
 
 def squeezed(arrivals: Sequence[Arrival], seconds: float) -> list[Arrival]:
@@ -84,7 +82,8 @@ def _arrivals(path: Path, rows: csv.DictReader[str], most: int | None) -> Iterat
             num_prompt = num_answer = 0
         if num_prompt < 1 or num_answer < 1:
             raise ConfigError(
-                f"{path}, line {number}: a line is a time stamp and two numbers of tokens, at least 1 each", param="trace"
+                f"{path}, line {number}: a line is a time stamp and two numbers of tokens, at least 1 each",
+                param="trace",
             )
 
 

@@ -106,10 +106,34 @@ def show_width(quick: bool, as_json: bool) -> None:
         typer.echo(f"{num_cells} cells, {num_broken} below 0.97 of plain or 0.95 of the best; at least {least}")
 
 
+def show_policies(
+    quick: bool, as_json: bool, trace: Path | None = None, load: float | None = None, plot: Path | None = None
+) -> None:
+    """Every policy on one trace of arrivals, in virtual time: first with patient callers, then with deadlines."""
+    from outrider.bench import policies
+    from outrider.bench.trace import read_trace
+
+    num_requests = policies.QUICK if quick else policies.Setting().num_requests
+    setting = policies.Setting(load=policies.LOAD if load is None else load, num_requests=num_requests)
+    arrivals = None if trace is None else read_trace(trace, num_requests)
+    taken: list[policies.Reading] = []
+    for reading in policies.readings(arrivals, setting):
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+        else:
+            if not taken or taken[-1].is_patient is not reading.is_patient:
+                typer.echo(policies.heading(reading))
+            typer.echo(policies.line(reading))
+        taken.append(reading)
+    if plot is not None:
+        plot.write_text(policies.plot(taken), encoding="utf-8")
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "engine": show_engine,
     "model": show_model,
     "methods": show_methods,
     "lookups": show_lookups,
     "width": show_width,
+    "policies": show_policies,
 }

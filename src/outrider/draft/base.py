@@ -42,6 +42,18 @@ class Drafter(Protocol):
         """The job is over: free what it held. Also called for jobs never seen."""
 
 
+class RunningAhead(Protocol):
+    """A drafter that can go on drafting while the target judges its proposal (`run_ahead`). It depends on tokens only,
+    not on the pass that is under way."""
+
+    @property
+    def runs_ahead(self) -> bool: ...
+
+    def propose_ahead(self, jobs: Sequence[Job], assumed: Sequence[int], widths: Sequence[int]) -> Drafts:
+        """Chains for copies of jobs whose last `assumed[b]` tokens are not judged yet. On a thread of its own; the next
+        `observe` tells what became of them."""
+
+
 class Pausing(Protocol):
     """A drafter that keeps something of a job that gave its place up and will come back. Others are told `forget`."""
 

@@ -3,7 +3,8 @@
     draft cache   [ length: tokens it has read, all emitted | ahead: its own drafts, not yet judged ]
 
 After a round the drafts that were not emitted are rewound, so the cache is always a prefix of the job's tokens, and
-the next proposal reads only what is new: at most the accepted tokens plus one.
+the next proposal reads only what is new: at most the accepted tokens plus one. With run-ahead it may go on behind its
+own drafts, as if they were emitted already; when they are, nothing is rewound.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class ModelDrafter:
         self.shares_slots = shares_slots
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
+        self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
 
     def lag(self, job: Job) -> int:
         if len(job.tokens) > self.backend.info.context or job.id in self._unseated:
@@ -56,9 +58,26 @@ class ModelDrafter:
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         """One draft pass per level of the proposals, for all jobs that still want a token there."""
         drafts = Drafts(counts=[], tokens=None)
+        for job in jobs:
+            self._drop_ahead(job)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.backend.info.trees for tree in trees]
         grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
+        return drafts
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.backend.info.max_rewind is None
+
+    def propose_ahead(self, jobs: Sequence[Job], assumed: Sequence[int], widths: Sequence[int]) -> Drafts:
+        """What would follow. The jobs are copies, whose last `assumed[b]` tokens are drafts that are not judged yet."""
+        drafts = Drafts(counts=[], tokens=None)
+        self._assumed = {job.id: count for job, count in zip(jobs, assumed, strict=True)}
+        rooms = [
+            self._room(job, width, drafts) if job.id in self.seats else 0
+            for job, width in zip(jobs, widths, strict=True)
+        ]
+        grow(self.backend.ops, jobs, rooms, [False] * len(jobs), self._read, drafts)
         return drafts
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
@@ -74,6 +93,7 @@ class ModelDrafter:
                     continue
             if (job.width or job.wanted) and not job.done and self.lag(job) > 0:
                 behind.append(job)
+        self._assumed = {}
         seated = [job for job in behind if self._seat(job) is not None]
         if seated:
             self._catch_up(seated)
@@ -135,9 +155,13 @@ class ModelDrafter:
         parents: dict[int, list[int]] = {}
         for index, (sprout, seat) in enumerate(zip(sprouts, seats, strict=True)):
             if sprout.tips == [-1]:
-                fed.append(sprout.job.tokens[seat.length :])
-                seat.length = len(sprout.job.tokens)
+                tokens = sprout.job.tokens
+                fed.append(tokens[starts[index] :])
                 rows.append(1)
+                emitted = len(tokens) - self._assumed.get(sprout.job.id, 0)
+                if not seat.ahead:
+                    seat.length = emitted
+                seat.ahead += tokens[max(starts[index], emitted) :]
                 continue
             fed.append(sprout.feed())
             rows.append(len(sprout.tips))
@@ -149,6 +173,11 @@ class ModelDrafter:
 
     def _settle(self, job: Job, seat: Seat) -> None:
         """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""
+        emitted = job.tokens[seat.length :]
+        if job.id in self._assumed and emitted == seat.ahead[: len(emitted)]:  # what it drafted ahead comes next
+            seat.length += len(emitted)
+            del seat.ahead[: len(emitted)]
+            return
         kept = _path(seat, job.tokens[seat.length : -1])
         start = seat.length
         seat.length += len(kept)
@@ -159,6 +188,14 @@ class ModelDrafter:
             self.backend.rewind(seat.slot, seat.length)
         seat.ahead.clear()
         seat.parents = []
+
+    def _drop_ahead(self, job: Job) -> None:
+        """What was drafted ahead is not used: the job's last token must be read again."""
+        seat = self.seats.get(job.id)
+        if seat is not None and (seat.ahead or seat.length >= len(job.tokens)):
+            seat.length = min(seat.length, len(job.tokens) - 1)
+            self.backend.rewind(seat.slot, seat.length)
+            seat.ahead.clear()
 
     def _catch_up(self, jobs: Sequence[Job]) -> None:
         """Read one more chunk of tokens the draft lags behind, without asking for rows."""

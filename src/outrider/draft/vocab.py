@@ -464,6 +464,7 @@ class TranslatedDrafter(ModelDrafter):
     """A `ModelDrafter` that knows how much of the draft's context the answer takes up in the draft's own tokens."""
 
     backend: TranslatedBackend
+    runs_ahead = False  # what it holds ahead is not one token for one
 
     def __init__(self, backend: TranslatedBackend, *, chunk: int = 512) -> None:
         super().__init__(backend, chunk=chunk)

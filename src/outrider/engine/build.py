@@ -50,6 +50,7 @@ def build_engine(
     model: ModelConfig,
     scheduling: SchedulerConfig,
     lookups: Lookups,
+    run_ahead: bool = False,
     clock: Clock | None = None,
 ) -> Engine:
     """See `Engine.load`."""
@@ -75,6 +76,7 @@ def build_engine(
         tokenizer=tokenizer or first.tokenizer,
         scheduling=scheduling,
         speculation=speculation,
+        run_ahead=run_ahead,
         defaults=preset.defaults if preset else None,
         clock=clock,
     )

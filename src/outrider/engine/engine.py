@@ -20,6 +20,7 @@ from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
 from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
+from outrider.engine.ahead import RunAhead
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
 from outrider.engine.snapshot import Snapshot
@@ -57,6 +58,7 @@ class Engine:
         scheduling: SchedulerConfig | None = None,
         speculation: SpeculationConfig | None = None,
         controller: Controller | None = None,
+        run_ahead: bool = False,
         defaults: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Engine:
             self.clock,
             controller or AdaptiveController(statistics=lambda: self.loop.statistics),
             speculation.max_width,
+            RunAhead(router, target) if run_ahead else None,
         )
         self._scheduling = self.loop.scheduler.config
         longest = [self._scheduling.max_length, self._scheduling.max_in_flight, target.info.context]
@@ -94,6 +97,7 @@ class Engine:
         width: int | None = None,
         max_width: int | None = None,
         tree: bool | None = None,
+        run_ahead: bool = False,
         tokenizer: Tokenizer | None = None,
         backend: str = "auto",
         device: str = "auto",
@@ -137,6 +141,7 @@ class Engine:
             ),
             scheduling=scheduling or SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk, policy=policy),
             lookups=Lookups.of(ngram, suffix),
+            run_ahead=run_ahead,
             clock=clock,
         )
 
@@ -434,6 +439,8 @@ class Engine:
         with self._intake_lock:
             self._is_open = False
         self._retire(list(self.loop.jobs.values()))
+        if self.loop.ahead is not None:
+            self.loop.ahead.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from outrider.backends.base import Backend
 from outrider.clock import Clock
 from outrider.config import SchedulerConfig
+from outrider.engine.ahead import RunAhead
 from outrider.engine.commit import take
 from outrider.engine.room import Room
 from outrider.errors import BackendError, OutriderError
@@ -52,7 +53,9 @@ class Loop:
         clock: Clock,
         controller: Controller,
         max_width: int,
+        ahead: RunAhead | None = None,
     ) -> None:
+        self.ahead = ahead
         self.target = target
         self.router = router
         self.scheduler = Scheduler(scheduling)
@@ -90,8 +93,11 @@ class Loop:
         now = self.clock.now
         try:
             started = now()
-            drafts = self.router.propose(self.target, plan)
+            ready = self.ahead.take(plan) if self.ahead is not None else ()
+            drafts = self.router.propose(self.target, plan, ready)
             drafted = now()
+            if self.ahead is not None:
+                self.ahead.start(plan, drafts)
             # ONE pass: prompt chunks, pending tokens and drafts alike
             scores = score(self.target, plan, drafts, self.router.hidden)
             scored = now()
@@ -102,6 +108,8 @@ class Loop:
             times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
             return events + self._commit(plan, drafts, scores, verdicts, times)
         except BaseException as error:
+            if self.ahead is not None:
+                self.ahead.abandon()
             self._fail_pass(plan, error)
             if not isinstance(error, Exception):
                 raise
@@ -205,6 +213,8 @@ class Loop:
         emissions = self._emit(plan, drafts, scores, verdicts)
         sound = [emission for emission in emissions if emission.error is None]
         going = [emission.job for emission in sound if emission.reason is None]
+        if self.ahead is not None:
+            self._land(self.ahead, times)
         # The draft first: what it holds ahead under the target's page ids would go with the target's pages.
         self._observe(plan, going, scores, verdicts, times)
         if any(drafts.counts):  # without drafts there is nothing to take back
@@ -221,6 +231,15 @@ class Loop:
             else:
                 self._deliver(job, event)
         return [emission.event for emission in emissions if emission.job.error is None]
+
+    def _land(self, ahead: RunAhead, times: PassTimes) -> None:
+        """What was drafted ahead is known; who waited for a draft that failed has its error."""
+        waited_s, steps, faults = ahead.finish()
+        times.draft_s += waited_s
+        times.draft_steps += steps
+        for job, error in faults:
+            if not job.done:
+                self._fail(job, error)
 
     def _emit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[Emission]:
         """Every deciding job takes its tokens until something stops the answer."""
@@ -356,6 +375,8 @@ class Loop:
         self._num_deadlines -= job.deadline is not None
         self.scheduler.remove(job)
         self.room.forget(job)
+        if self.ahead is not None:
+            self.ahead.forget(job)
         slot, job.slot, job.saved = job.slot, None, None
         givings: list[Callable[[], None]] = [
             *(partial(drafter.forget, job) for drafter in self.router.drafters.values()),

@@ -46,11 +46,17 @@ class Router:
                 raise DraftError(f"the {drafter} draft failed: lag() must return a whole number, got {lag!r}")
             return lag
 
-    def propose(self, target: Backend, plan: Plan) -> Drafts:
-        """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for."""
+    def propose(self, target: Backend, plan: Plan, ready: Sequence[Part] = ()) -> Drafts:
+        """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for.
+
+        ready: what was drafted ahead, for some of the jobs.
+        """
         self.seconds = {}
-        parts: list[Part] = []
-        open_asks = {index: asks for index, asks in enumerate(plan.asks) if any(ask.width for ask in asks)}
+        parts = list(ready)
+        have = {index for part in ready for index in part.members}
+        open_asks = {
+            index: asks for index, asks in enumerate(plan.asks) if index not in have and any(ask.width for ask in asks)
+        }
         turn = 0
         while open_asks:
             for name in self.drafters:
@@ -72,10 +78,7 @@ class Router:
         started = self._clock.now()
         try:
             with blaming(DraftError, f"the {name} draft failed"):
-                drafts = drafter.propose(jobs, widths, trees)
-                _check_shapes(name, target.info, widths, trees, drafts)
-                drafts = target.ops.adopt(drafts)
-                _check_values(name, target, drafts)
+                drafts = checked(name, target, widths, trees, drafter.propose(jobs, widths, trees))
         except DraftError as error:
             drafts = Drafts([0] * len(jobs), target.ops.integers([]))
             drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
@@ -126,6 +129,14 @@ def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:
             "choose another draft",
             param="draft",
         )
+
+
+def checked(name: str, target: Backend, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> Drafts:
+    """What a drafter handed over, in the target's arrays."""
+    _check_shapes(name, target.info, widths, trees, drafts)
+    drafts = target.ops.adopt(drafts)
+    _check_values(name, target, drafts)
+    return drafts
 
 
 def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> None:
