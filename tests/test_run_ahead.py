@@ -15,7 +15,7 @@ from outrider.backends.mock import MockBackend
 from outrider.backends.paged_mock import PagedMock
 from outrider.config import MockConfig, SchedulerConfig, SpeculationConfig
 from outrider.draft.model import ModelDrafter
-from outrider.engine.ahead import RunAhead, Tag
+from outrider.engine.ahead import Payoff, RunAhead, Tag
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, DraftError
 from outrider.kv.pages import Pages
@@ -25,7 +25,7 @@ TARGET = MockConfig(vocab_size=8, seed=3, sharpness=3.0)
 DRAFT = MockConfig(vocab_size=8, seed=3, sharpness=3.0, drift=0.3)
 
 
-def make(*, width: int | None = 3, paged: bool = False, run_ahead: bool = True, **scheduling: Any) -> Engine:
+def make(*, width: int | None = 3, paged: bool = False, run_ahead: Any = "always", **scheduling: Any) -> Engine:
     config = SchedulerConfig(**scheduling)
     speculation = SpeculationConfig(width=width)
     if paged:
@@ -153,7 +153,7 @@ def test_an_error_of_the_draft_reaches_the_caller(monkeypatch: pytest.MonkeyPatc
 def test_cancelling_ends_within_a_round() -> None:
     slow = MockConfig(vocab_size=8, seed=3, seconds_per_pass=0.02)
     with Engine(
-        MockBackend(slow), [ModelDrafter(MockBackend(slow))], speculation=SpeculationConfig(width=4), run_ahead=True
+        MockBackend(slow), [ModelDrafter(MockBackend(slow))], speculation=SpeculationConfig(width=4), run_ahead="always"
     ) as engine:
         stream = engine.stream([1, 2], max_tokens=500, temperature=0.0)
         next(stream)
@@ -163,6 +163,21 @@ def test_cancelling_ends_within_a_round() -> None:
         assert events[-1].result is not None and events[-1].result.finish_reason is FinishReason.CANCELLED
         assert time.perf_counter() - started < 2.0
         assert engine.loop.target.num_slots == 0
+
+
+def test_what_does_not_pay_is_switched_off() -> None:
+    payoff = Payoff()
+    rates = {True: 80.0, False: 100.0}
+    on = 0
+    for _ in range(400):
+        on += payoff.is_on
+        payoff.add(4, 4 / rates[payoff.is_on])
+    assert on < 60
+    rates[True], on = 150.0, 0  # it pays by now, and a try finds out
+    for _ in range(400):
+        on += payoff.is_on
+        payoff.add(4, 4 / rates[payoff.is_on])
+    assert on > 200
 
 
 def test_only_models_run_ahead() -> None:

@@ -175,7 +175,7 @@ def replay(calls: Sequence[Call], policy: str | Policy, setting: Setting, *, pat
     return [endings[number] for number in range(len(calls))]
 
 
-def reading_of(name: str, endings: Sequence[Ending], *, is_patient: bool = True, load: float = float("nan")) -> Reading:
+def reading_of(name: str, endings: Sequence[Ending], load: float, *, is_patient: bool = True) -> Reading:
     """The numbers of a replay."""
     complete = [ending for ending in endings if ending.is_complete]
     seconds = max(ending.ended for ending in endings) - endings[0].call.arrival.at
@@ -206,12 +206,10 @@ def reading_of(name: str, endings: Sequence[Ending], *, is_patient: bool = True,
 def at_load(arrivals: Sequence[Arrival], setting: Setting) -> list[Arrival]:
     """The arrivals, shortened and squeezed until the load is the one that is wanted."""
     short = shortened(arrivals, setting.factor)
-    most = max(arrival.num_prompt + arrival.num_answer for arrival in short)
-    if most > setting.num_pages * setting.page_size:
+    most, room = max(one.num_prompt + one.num_answer for one in short), setting.num_pages * setting.page_size
+    if most > room:
         raise ConfigError(
-            f"a request of the trace has {most} tokens and the pool {setting.num_pages * setting.page_size}; "
-            f"leave it out of the trace",
-            param="trace",
+            f"a request of the trace comes to {most} tokens and the pool holds {room}; leave it out", param="trace"
         )
     at_once = [replace(arrival, at=0.0) for arrival in short]
     busy = max(ending.ended for ending in replay(calls_of(at_once, setting), "fcfs", setting))
@@ -278,11 +276,10 @@ def _ending(call: Call, job: Job, now: float) -> Ending:
 
 def heading(reading: Reading) -> str:
     """What stands above the `line`s of readings like this one."""
-    callers = "patient callers" if reading.is_patient else "callers who leave at their deadline"
     groups = "".join(f"{name:>28}" for name in ("first token, s", "per token, ms", "whole answer, s"))
     spreads = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99") * 3)
     counts = f"{'late':>6}{'worst wait':>12}{'of low':>8}{'tokens/s':>10}{'preempted':>11}"
-    title = f"{reading.num_requests} requests at load {reading.load:g}, {callers}"
+    title = f"{reading.num_requests} requests at load {reading.load:g}, {_callers(reading)}"
     return f"{title}\n{'':<20}{groups}\n{'policy':<20}{spreads}{counts}"
 
 
@@ -301,41 +298,38 @@ def line(reading: Reading) -> str:
 
 def plot(taken: Sequence[Reading]) -> str:
     """Bars as SVG, readable on light and dark pages: a row of panels for either kind of callers."""
-    groups = [(kind, [one for one in taken if one.is_patient is kind]) for kind in (True, False)]
     parts, top = [], 0
-    for patient, rows in groups:
+    for patient in (True, False):
+        rows = [reading for reading in taken if reading.is_patient is patient]
         if not rows:
             continue
-        title = "patient callers" if patient else "callers who leave at their deadline"
-        parts.append(f'<text x="12" y="{top + 26}" class="title">{title}, load {rows[0].load:g}</text>')
-        for line, reading in enumerate(rows):
-            parts.append(f'<text x="142" y="{top + 71 + 22 * line}" class="right">{reading.policy}</text>')
+        parts.append(f'<text x="12" y="{top + 26}" class="title">{_callers(rows[0])}, load {rows[0].load:g}</text>')
+        for number, reading in enumerate(rows):
+            parts.append(f'<text x="142" y="{top + 71 + 22 * number}" class="right">{reading.policy}</text>')
         for column, (name, values) in enumerate(_panels(rows)):
             parts += _panel(150 + 178 * column, top + 48, name, values)
         top += 74 + 22 * len(rows)
     return SVG.format(width=150 + 178 * 4 + 8, height=top, parts="\n".join(parts))
 
 
-def _panels(rows: Sequence[Reading]) -> list[tuple[str, list[tuple[float, str]]]]:
+def _callers(reading: Reading) -> str:
+    return "patient callers" if reading.is_patient else "callers who leave at their deadline"
+
+
+def _panels(rows: Sequence[Reading]) -> Iterator[tuple[str, list[tuple[float, str]]]]:
     """Name of each panel, and a value with its label for every row."""
-    panels = []
     for name in ("p50", "p90", "p99"):
-        seconds = [0.0 if one.ttft is None else getattr(one.ttft, name) for one in rows]
-        panels.append(
-            (
-                f"first token, {name}",
-                [(value, f"{value:.2g} s" if value < 10 else f"{value:.0f} s") for value in seconds],
-            )
-        )
+        values = [0.0 if one.ttft is None else getattr(one.ttft, name) for one in rows]
+        yield f"first token, {name}", [(value, f"{value:.{2 if value < 1 else 1}f} s") for value in values]
     shares = [one.num_late / one.num_requests for one in rows]
-    return [*panels, ("deadline missed", [(share, f"{share:.1%}") for share in shares])]
+    yield "deadline missed", [(share, f"{share:.1%}") for share in shares]
 
 
 def _panel(left: int, top: int, name: str, values: Sequence[tuple[float, str]]) -> list[str]:
     parts = [f'<text x="{left}" y="{top}">{name}</text>']
     most = max([value for value, _ in values]) or 1.0
-    for line, (value, label) in enumerate(values):
-        width, y = max(1.0, 112 * value / most), top + 10 + 22 * line
+    for number, (value, label) in enumerate(values):
+        width, y = max(1.0, 112 * value / most), top + 10 + 22 * number
         parts.append(f'<rect class="bar" x="{left}" y="{y}" width="{width:.1f}" height="16" rx="2"/>')
         parts.append(f'<text x="{left + width + 6:.1f}" y="{y + 13}" class="value">{label}</text>')
     return parts

@@ -129,6 +129,40 @@ def show_policies(
         plot.write_text(policies.plot(taken), encoding="utf-8")
 
 
+def show_ahead(
+    quick: bool, as_json: bool, model: str | None = None, draft: str | None = None, threads: int | None = None
+) -> None:
+    """Running ahead beside drafting in order; on mocks also beside what the overlap should bring."""
+    from outrider.bench.ahead import mock_readings, pair_readings
+
+    if (model is None) != (draft is None):
+        raise typer.BadParameter("give a model and a draft model, or neither")
+    found = (
+        mock_readings(quick=quick)
+        if model is None or draft is None
+        else pair_readings(model, draft, quick=quick, threads=threads)
+    )
+    for reading in found:
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+            continue
+        expected = "" if reading.expected is None else f", expected {reading.expected:.2f}"
+        told = "equal answers" if reading.same else "OTHER ANSWERS"
+        span = f"({reading.low:.2f} - {reading.high:.2f})" if reading.low < reading.high else ""
+        typer.echo(f"{reading.name}: {reading.gain:.2f}x {span}{expected}; {reading.fresh:.0%} fresh, {told}")
+
+
+def show_batch(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | None = None) -> None:
+    """Several requests together beside one after another."""
+    from outrider.bench.batch import readings
+
+    for reading in readings(model, quick=quick, threads=threads):
+        if as_json:
+            typer.echo(json.dumps(asdict(reading)))
+        else:
+            typer.echo(f"{reading.name:<46}{reading.median:>9.2f}  ({reading.low:.2f} - {reading.high:.2f})")
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "engine": show_engine,
     "model": show_model,
@@ -136,4 +170,6 @@ BENCHES: dict[str, Callable[..., None]] = {
     "lookups": show_lookups,
     "width": show_width,
     "policies": show_policies,
+    "ahead": show_ahead,
+    "batch": show_batch,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,6 +60,7 @@ def generate(
     draft: given.Draft = None,
     width: given.Width = "auto",
     tree: given.Tree = None,
+    run_ahead: given.RunAhead = False,
     max_tokens: given.MaxTokens = None,
     temperature: given.Temperature = None,
     top_p: given.TopP = None,
@@ -79,7 +80,7 @@ def generate(
     from outrider.cli.answer import answer_once
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    loading = given.loading(model, backend, device, draft, width, tree, strict, threads, context)
+    loading = given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context)
     saving = given.save_after(save_after)
     answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json, save_after=saving)
 
@@ -106,6 +107,7 @@ def chat(
     draft: given.Draft = None,
     width: given.Width = "auto",
     tree: given.Tree = None,
+    run_ahead: given.RunAhead = False,
     max_tokens: given.MaxTokens = None,
     temperature: given.Temperature = None,
     top_p: given.TopP = None,
@@ -122,7 +124,9 @@ def chat(
     from outrider.cli.conversation import converse
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    converse(given.loading(model, backend, device, draft, width, tree, strict, threads, context), settings, system)
+    converse(
+        given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context), settings, system
+    )
 
 
 @app.command()
@@ -168,11 +172,20 @@ def bench(
         typer.Argument(
             help="engine: what the engine costs per token. model: plain decoding and prefill beside transformers. "
             "methods: acceptance and speed of every way to draft by kind of work. lookups: what ngram and suffix cost. "
-            "width: the grid on which auto must never be slower. Left out: engine, or model with --model."
+            "width: the grid on which auto must never be slower. policies: waiting times of every policy on a trace. "
+            "batch: requests together beside one by one. ahead: what running ahead brings. "
+            "Left out: engine, or model with --model."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="For model and methods.")] = None,
-    draft: Annotated[str | None, typer.Option(help="For methods: what to compare, with commas.")] = None,
+    model: Annotated[str | None, typer.Option(help="For model, methods, batch and ahead.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="For methods: what to compare, with commas. For ahead: a draft model.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="For policies: CSV of arrivals, prompt and answer lengths, instead of our own.")
+    ] = None,
+    load: Annotated[float | None, typer.Option(help="For policies: work that arrives over what can be done.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="For policies: where to write a picture (SVG).")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="For methods: JSON lines with `category` and `turns`, instead of our own.")
     ] = None,
@@ -186,8 +199,15 @@ def bench(
     what = what or ("engine" if model is None else "model")
     if what not in benches.BENCHES:
         raise typer.BadParameter(f"choose one of {', '.join(benches.BENCHES)}, got {what!r}", param_hint="WHAT")
-    options = {"model": model, "draft": draft, "prompts": prompts, "threads": threads}
-    takes = {"model": ("model", "threads"), "methods": ("model", "draft", "prompts", "threads")}.get(what, ())
+    options: dict[str, Any] = {"model": model, "draft": draft, "prompts": prompts, "threads": threads}
+    options |= {"trace": trace, "load": load, "plot": plot}
+    takes = {
+        "model": ("model", "threads"),
+        "methods": ("model", "draft", "prompts", "threads"),
+        "policies": ("trace", "load", "plot"),
+        "ahead": ("model", "draft", "threads"),
+        "batch": ("model", "threads"),
+    }.get(what, ())
     for name, value in options.items():
         if value is not None and name not in takes:
             raise typer.BadParameter(f"does not go with {what}", param_hint=f"--{name}")

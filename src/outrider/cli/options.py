@@ -26,6 +26,7 @@ Draft = Annotated[
 ]
 Width = Annotated[str, typer.Option(help="Tokens drafted per round, or auto; 0 is plain decoding.")]
 Tree = Annotated[bool | None, typer.Option("--tree/--chain", help="Let drafts branch, or never; left out: auto.")]
+RunAhead = Annotated[bool, typer.Option("--run-ahead", help="A draft model works while the target judges.")]
 MaxTokens = Annotated[int | None, typer.Option(help="The longest answer; 256 when left out.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")]
@@ -75,6 +76,7 @@ def loading(
     draft: str | None,
     width: str,
     tree: bool | None,
+    run_ahead: bool,
     strict: bool,
     threads: int | None,
     context: int | None,
@@ -91,6 +93,7 @@ def loading(
         "draft": draft,
         "width": chosen,
         "tree": tree,
+        "run_ahead": run_ahead,
         "backend": backend,
         "device": device,
         "strict": strict,

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, cast
+
+from array_api_compat import is_torch_namespace
 
 from outrider.backends.base import Backend, Paged
 from outrider.draft.base import RunningAhead
@@ -71,6 +74,35 @@ class Overlap:
     waited_s: float = 0.0
 
 
+class Payoff:
+    """Whether running ahead pays: both orders are timed in turn, the better one for longer."""
+
+    TRY, STAY = 8, 120  # rounds
+
+    def __init__(self, *, always: bool = False) -> None:
+        self.is_on = True
+        self._always = always
+        self._rates: dict[bool, float] = {}  # tokens per second of each order
+        self._left = self.TRY
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A round with drafts."""
+        if self._always:
+            return
+        self._left -= 1
+        if self._left < self.TRY - 1:  # the first one after a change still has the other order's draft, or none
+            self._tokens += tokens
+            self._seconds += seconds
+        if self._left <= 0:
+            self._rates[self.is_on] = self._tokens / max(self._seconds, 1e-9)
+            self._tokens = self._seconds = 0.0
+            better = self._rates[True] > self._rates.get(False, 0.0)
+            # the other is tried whenever the better one had its time
+            self.is_on = not self.is_on if self.is_on == better else better
+            self._left = self.STAY if self.is_on == better and len(self._rates) == 2 else self.TRY
+
+
 class Landing(NamedTuple):
     """What came of the flights of a round."""
 
@@ -79,16 +111,47 @@ class Landing(NamedTuple):
     faults: list[tuple[Job, DraftError]] = []  # noqa: RUF012 - a NamedTuple's default is never changed
 
 
-@dataclass
+class Sharing:
+    """Who computes where while target and draft work beside one another, with torch.
+
+    On a CPU each thread has its helpers: the draft gets one core, the target the others (with more helpers than cores
+    they would wait for one another). On a GPU the draft has a stream of its own, so that kernels overlap.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._all = torch.get_num_threads()
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+
+    def split(self) -> None:
+        """For the target's thread."""
+        self._torch.set_num_threads(max(1, self._all - 1))
+
+    def rejoin(self) -> None:
+        self._torch.set_num_threads(self._all)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """For the draft's thread."""
+        self._torch.set_num_threads(1)
+        if self._stream is None:
+            yield
+            return
+        with self._torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()  # what was drafted is read on the target's stream
+
+
 class RunAhead:
-    """`enter` runs once on the draft's thread (to choose a device's stream or a number of threads, say)."""
+    """Drafts ahead for one engine."""
 
-    router: Router
-    target: Backend
-    enter: Callable[[], None] | None = None
-    overlap: Overlap = field(default_factory=Overlap)
-
-    def __post_init__(self) -> None:
+    def __init__(self, router: Router, target: Backend, payoff: Payoff | None = None) -> None:
+        self.router = router
+        self.target = target
+        self.payoff = payoff or Payoff()
+        self.overlap = Overlap()
         self._names = [name for name, drafter in self.router.drafters.items() if getattr(drafter, "runs_ahead", False)]
         if not self._names:
             raise ConfigError(
@@ -96,7 +159,8 @@ class RunAhead:
                 param="run_ahead",
             )
         self._paged = cast(Paged, self.target) if hasattr(self.target, "reserve") else None
-        self._pool = ThreadPoolExecutor(1, "outrider-draft", initializer=self.enter)
+        self._cores = Sharing() if is_torch_namespace(target.ops.xp) else None
+        self._pool = ThreadPoolExecutor(1, "outrider-draft")
         self._flights: list[Flight] = []
         self._ready: dict[int, Ready] = {}  # by job id
 
@@ -137,7 +201,7 @@ class RunAhead:
 
     def start(self, plan: Plan, drafts: Drafts) -> None:
         """The drafters go on behind the drafts of a round that the target is about to judge."""
-        if not drafts.makers:
+        if not drafts.makers or not self.payoff.is_on:
             return
         for name in self._names:
             flight = Flight(name, [], [], [], [], Future())
@@ -155,8 +219,22 @@ class RunAhead:
             if flight.jobs:
                 drafter = cast(RunningAhead, self.router.drafters[name])
                 assumed = [len(b.tokens) - len(a.tokens) for a, b in zip(flight.jobs, flight.copies, strict=True)]
-                flight.future = self._pool.submit(_timed, drafter, flight.copies, assumed, flight.widths)
+                if self._cores is not None and not self._flights:
+                    self._cores.split()
+                flight.future = self._pool.submit(self._draft, drafter, flight.copies, assumed, flight.widths)
                 self._flights.append(flight)
+
+    def _draft(
+        self, drafter: RunningAhead, jobs: list[Job], assumed: list[int], widths: list[int]
+    ) -> tuple[Drafts, float]:
+        """On the draft's thread."""
+        started = time.perf_counter()
+        if self._cores is None:
+            drafts = drafter.propose_ahead(jobs, assumed, widths)
+        else:
+            with self._cores.beside():
+                drafts = drafter.propose_ahead(jobs, assumed, widths)
+        return drafts, time.perf_counter() - started
 
     def _has_room(self, job: Job, length: int) -> bool:
         """Taken here: while both threads work, nobody takes pages."""
@@ -184,6 +262,8 @@ class RunAhead:
             steps += drafts.steps
             faults += [(flight.jobs[index], _draft_error(fault)) for index, fault in drafts.faults.items()]
             self._keep(flight, drafts)
+        if self._cores is not None:
+            self._cores.rejoin()
         waited = time.perf_counter() - started
         self.overlap.waited_s += waited
         return Landing(waited, steps, faults)
@@ -207,6 +287,8 @@ class RunAhead:
             flight.future.exception()
             for job in flight.jobs:
                 job.epoch += 1
+        if flights and self._cores is not None:
+            self._cores.rejoin()
 
     def forget(self, job: Job) -> None:
         self._ready.pop(job.id, None)
@@ -214,12 +296,6 @@ class RunAhead:
     def close(self) -> None:
         self.abandon()
         self._pool.shutdown()
-
-
-def _timed(drafter: RunningAhead, jobs: list[Job], assumed: list[int], widths: list[int]) -> tuple[Drafts, float]:
-    started = time.perf_counter()
-    drafts = drafter.propose_ahead(jobs, assumed, widths)
-    return drafts, time.perf_counter() - started
 
 
 def _assuming(job: Job, proposal: Sequence[int]) -> Job:

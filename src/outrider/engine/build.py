@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.backends.mock import MockBackend, mock_tokenizer
@@ -50,7 +50,7 @@ def build_engine(
     model: ModelConfig,
     scheduling: SchedulerConfig,
     lookups: Lookups,
-    run_ahead: bool = False,
+    run_ahead: bool | Literal["always"] = False,
     clock: Clock | None = None,
 ) -> Engine:
     """See `Engine.load`."""

@@ -14,13 +14,13 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
 from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
-from outrider.engine.ahead import RunAhead
+from outrider.engine.ahead import Payoff, RunAhead
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
 from outrider.engine.snapshot import Snapshot
@@ -58,7 +58,7 @@ class Engine:
         scheduling: SchedulerConfig | None = None,
         speculation: SpeculationConfig | None = None,
         controller: Controller | None = None,
-        run_ahead: bool = False,
+        run_ahead: bool | Literal["always"] = False,
         defaults: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Engine:
             self.clock,
             controller or AdaptiveController(statistics=lambda: self.loop.statistics),
             speculation.max_width,
-            RunAhead(router, target) if run_ahead else None,
+            RunAhead(router, target, Payoff(always=run_ahead == "always")) if run_ahead else None,
         )
         self._scheduling = self.loop.scheduler.config
         longest = [self._scheduling.max_length, self._scheduling.max_in_flight, target.info.context]
@@ -97,7 +97,7 @@ class Engine:
         width: int | None = None,
         max_width: int | None = None,
         tree: bool | None = None,
-        run_ahead: bool = False,
+        run_ahead: bool | Literal["always"] = False,
         tokenizer: Tokenizer | None = None,
         backend: str = "auto",
         device: str = "auto",
@@ -119,8 +119,8 @@ class Engine:
         ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH", "eagle:PATH", a model,
         a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that has something to say
         drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the engine chooses up to
-        `max_width`. `ModelConfig` explains the other settings of models, `SchedulerConfig` those of
-        serving many requests; `scheduling` gives them all at once.
+        `max_width`. `run_ahead` lets a draft model work while the target judges, where that pays. `ModelConfig` has the
+        other settings of models, `SchedulerConfig` those of serving many requests (`scheduling` gives them all).
         """
         from outrider.engine.build import Lookups, build_engine
 

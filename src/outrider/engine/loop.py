@@ -337,6 +337,8 @@ class Loop:
             self.statistics.add_round(outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         self.statistics.costs.add(times.num_fed, times.score_s)
+        if self.ahead is not None and times.steady and any(drafts.counts):
+            self.ahead.payoff.add(num_emitted, times.draft_s + times.score_s + times.judge_s)
         self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)

@@ -75,7 +75,7 @@ class Room:
                 plan.asks[place] = ()
                 plan.fallbacks.append((job, NO_ROOM))
             while job.slot is not None and not self._reserve(self._paged, job, length):
-                self._preempt(self._paged, self._victim(self._paged) or job)
+                self._preempt(self._paged, self._victim(self._paged, job) or job)
         if any(job.slot is None for job in jobs):
             _leave(plan)
 
@@ -83,10 +83,15 @@ class Room:
         with blaming(BackendError, "the target failed to make room"):
             return bool(paged.reserve(slot_of(job), length))
 
-    def _victim(self, paged: Paged) -> Job | None:
-        """Who gives way: somebody whose pages are really freed by that."""
-        holders = [job for job in self._scheduler.running if paged.would_free(slot_of(job)) > 0]
-        return self._scheduler.policy.victim(holders) if holders else None
+    def _victim(self, paged: Paged, job: Job) -> Job | None:
+        """Who gives way so that a job can go on: somebody whose pages are really freed by that.
+
+        Where that would be the job itself, those who only share pages go first, if the policy puts them behind it: what
+        none of them frees alone, they free together.
+        """
+        running, victim = list(self._scheduler.running), self._scheduler.policy.victim
+        chosen = victim([one for one in running if one is job or paged.would_free(slot_of(one)) > 0])
+        return victim(running) if chosen is job else chosen
 
     def _preempt(self, paged: Paged, job: Job) -> None:
         slot, kind, config = slot_of(job), "recompute", self._scheduler.config

@@ -211,8 +211,9 @@ class Pages:
             self._drop(page)
 
     def would_free(self, slot: Slot) -> int:
-        """Pages that nobody else holds."""
-        return sum([self._holders[page] == 1 for page in self.leases[slot].pages])
+        """Pages that nobody else holds, or that are kept for it."""
+        lease = self.leases[slot]
+        return lease.promised + sum([self._holders[page] == 1 for page in lease.pages])
 
     def save(self, slot: Slot, *, shared: bool = True) -> dict[str, Any]:
         """What every store holds of the sequence; without `shared`, from the first page on that nobody else holds."""
