@@ -125,20 +125,19 @@ def alone(order: int | None, prompt: tuple[int, ...], sampling: int, max_tokens:
     return engine.generate(request).token_ids
 
 
-setups = st.builds(
-    Setup,
-    policy=st.sampled_from(sorted(policies.POLICIES)),
-    preempt=st.sampled_from(["recompute", "swap"]),
-    swap_tokens=st.sampled_from([0, 40, 1000]),
-    num_pages=st.integers(16, 24),
-    page_size=st.sampled_from([2, 4, 8]),
-    max_batch=st.sampled_from([3, 5, 8]),
-    prefill_chunk=st.sampled_from([3, 16]),
-    spare=st.sampled_from([None, 1, 9]),
-    draft=st.sampled_from(["shared", "shared", "paged", "seats"]),
-    width=st.sampled_from([None, 3]),
-    order=st.sampled_from([None, 2]),
-)
+SETUPS: dict[str, st.SearchStrategy[Any]] = {
+    "policy": st.sampled_from(sorted(policies.POLICIES)),
+    "preempt": st.sampled_from(["swap", "recompute"]),
+    "swap_tokens": st.sampled_from([1000, 40, 0]),
+    "num_pages": st.integers(16, 20),
+    "page_size": st.sampled_from([2, 4, 8]),
+    "max_batch": st.sampled_from([3, 5, 8]),
+    "prefill_chunk": st.sampled_from([3, 16]),
+    "spare": st.sampled_from([None, 1, 9]),
+    "draft": st.sampled_from(["shared", "paged", "seats"]),
+    "width": st.sampled_from([None, 3]),
+    "order": st.sampled_from([None, 2]),
+}
 speculations = st.sampled_from(
     [{}, {}, {"width": 0}, {"width": 1}, {"width": 5}, {"width": 6, "tree": True}, {"tree": True}, {"max_width": 2}]
 )
@@ -150,14 +149,11 @@ class Serving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[Stream] = []
+        self.setup: Setup
         self.engine: Engine
 
-    @initialize(setup=setups)
-    def begin(self, setup: Setup) -> None:
-        self.setup, self.engine = setup, setup.engine()
-
     @rule(
-        which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=6),
+        which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=2, max_size=8),
         sampling=st.integers(0, len(SAMPLINGS) - 1),
         max_tokens=st.sampled_from([1, 4, 15, 40, 40]),
         ignore_eos=st.sampled_from([True, True, False]),
@@ -166,12 +162,14 @@ class Serving(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "", "other"]),
         method=st.sampled_from([None, "none", "model", "ngram", "suffix", "ngram,model", "suffix,ngram"]),
         speculation=speculations,
+        count=st.integers(0, 12),
     )
-    def submit(self, which: list[int], sampling: int, speculation: dict[str, Any], **asked: Any) -> None:
+    def submit(self, which: list[int], sampling: int, speculation: dict[str, Any], count: int, **asked: Any) -> None:
         for index in which:
             request = Request(prompt=PROMPTS[index], sampling=SAMPLINGS[sampling], **asked, **speculation)
             self.streams.append(self.engine.stream(request))
             COUNTS["requests"] += 1
+        self.steps(count)
 
     @rule()
     def step(self) -> None:
@@ -265,25 +263,43 @@ class Serving(RuleBasedStateMachine):
         engine.close()
 
 
-def live(monkeypatch: pytest.MonkeyPatch, examples: int, rules: int) -> str:
-    """Run the machine; returns what happened in words."""
+def live(monkeypatch: pytest.MonkeyPatch, examples: int, rules: int, **fixed: st.SearchStrategy[Any]) -> str:
+    """Run machines; returns what happened in words."""
+
+    class Machine(Serving):
+        @initialize(setup=st.builds(Setup, **{**SETUPS, **fixed}))
+        def begin(self, setup: Setup) -> None:
+            self.setup, self.engine = setup, setup.engine()
+
     monkeypatch.setattr(policies, "HEADROOM", HEADROOM)
     COUNTS.clear()
-    run_state_machine_as_test(Serving, settings=settings(max_examples=examples, stateful_step_count=rules))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=rules))
     return ", ".join(f"{count:,} {what}" for what, count in sorted(COUNTS.items()))
 
 
 @pytest.mark.blind  # `step` checks by itself
 def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     told = live(monkeypatch, examples=60, rules=24)
-    assert COUNTS["steps"] >= 2_000, told
-    assert COUNTS["preemptions"] > 200 and COUNTS["swaps in"] > 20, told
+    assert COUNTS["steps"] >= 3_000, told
+    assert COUNTS["preemptions"] >= 100 and COUNTS["swaps in"] >= 20 and COUNTS["prefix hits"] >= 100, told
+    assert COUNTS["answers compared"] >= 400 and COUNTS["accepted"] >= 500, told
+
+
+DRAFTS = {"on the target's pages": st.just("shared"), "apart": st.sampled_from(["paged", "seats"])}
 
 
 @pytest.mark.slow
 @pytest.mark.blind
-def test_a_hundred_thousand_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    told = live(monkeypatch, examples=1_500, rules=50)
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_hundred_thousand_steps(
+    draft: str, preempt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quarter of them in each part."""
+    room = {"swap_tokens": st.sampled_from([40, 1000])} if preempt == "swap" else {}
+    told = live(monkeypatch, examples=240, rules=40, preempt=st.just(preempt), draft=DRAFTS[draft], **room)
     with capsys.disabled():
-        print(f"\n{told}")  # noqa: T201
-    assert COUNTS["steps"] >= 100_000, told
+        print(f"\n{preempt}, draft {draft}: {told}")  # noqa: T201
+    assert COUNTS["steps"] >= 25_000, told
+    assert COUNTS["preemptions"] >= 1_000 and COUNTS["prefix hits"] >= 1_000 and COUNTS["accepted"] >= 4_000, told
+    assert COUNTS["swaps in"] >= (500 if preempt == "swap" else 0), told

@@ -17,6 +17,9 @@ from outrider.draft.growth import Sprout, grow
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
+FEW = 16  # tokens that a job may have unread at any time: what a round emitted
+
+
 @dataclass(slots=True)
 class Seat:
     """A job's place in the draft model."""
@@ -28,7 +31,7 @@ class Seat:
 
 
 class ModelDrafter:
-    """`chunk` is the most tokens it reads of a long prompt in one step.
+    """`chunk` is the most tokens of prompts it reads in one step, of all jobs together.
 
     A draft that `shares_slots` keeps its state under the target's page ids: what the target remembers of earlier
     sequences, the draft remembers too.
@@ -43,6 +46,7 @@ class ModelDrafter:
         self.shares_slots = shares_slots
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
+        self._budget = chunk  # tokens of prompts it may still read in this step
         self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
 
     def lag(self, job: Job) -> int:
@@ -58,6 +62,7 @@ class ModelDrafter:
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         """One draft pass per level of the proposals, for all jobs that still want a token there."""
         drafts = Drafts(counts=[], tokens=None)
+        self._budget = self.chunk
         for job in jobs:
             self._drop_ahead(job)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
@@ -72,7 +77,7 @@ class ModelDrafter:
     def propose_ahead(self, jobs: Sequence[Job], assumed: Sequence[int], widths: Sequence[int]) -> Drafts:
         """What would follow. The jobs are copies, whose last `assumed[b]` tokens are drafts that are not judged yet."""
         drafts = Drafts(counts=[], tokens=None)
-        self._assumed = {job.id: count for job, count in zip(jobs, assumed, strict=True)}
+        self._assumed, self._budget = {job.id: count for job, count in zip(jobs, assumed, strict=True)}, self.chunk
         rooms = [
             self._room(job, width, drafts) if job.id in self.seats else 0
             for job, width in zip(jobs, widths, strict=True)
@@ -120,9 +125,11 @@ class ModelDrafter:
         if seat is None:
             drafts.fallbacks.append((job, "the draft has no room for another sequence"))
             return 0
-        if len(job.tokens) - seat.length > self.chunk:  # it got its seat only now, with the answer under way
+        unread = len(job.tokens) - seat.length - len(seat.ahead)
+        if unread > max(FEW, self._budget):  # its turn comes; or it got its seat only now, with the answer under way
             drafts.fallbacks.append((job, "the draft is still reading the prompt"))
             return 0
+        self._budget -= unread if unread > FEW else 0
         if room < width:
             drafts.fallbacks.append(
                 (job, f"the answer comes to the end of the draft's context of {info.context} tokens")
@@ -198,10 +205,15 @@ class ModelDrafter:
             seat.ahead.clear()
 
     def _catch_up(self, jobs: Sequence[Job]) -> None:
-        """Read one more chunk of tokens the draft lags behind, without asking for rows."""
+        """Read one more chunk of the tokens the draft lags behind, the first job's first, without asking for rows."""
         seats = [self.seats[job.id] for job in jobs]
         starts = [seat.length for seat in seats]
-        fed = [job.tokens[seat.length : seat.length + self.chunk] for job, seat in zip(jobs, seats, strict=True)]
+        fed, left = [], self.chunk
+        for job, seat in zip(jobs, seats, strict=True):
+            fed.append(job.tokens[seat.length : seat.length + left])
+            left -= len(fed[-1])
+        reading = [index for index, tokens in enumerate(fed) if tokens]
+        seats, starts, fed = [seats[at] for at in reading], [starts[at] for at in reading], [fed[at] for at in reading]
         for seat, tokens in zip(seats, fed, strict=True):
             seat.length += len(tokens)
         self._score(seats, starts, fed, [0] * len(seats))
