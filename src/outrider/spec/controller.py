@@ -305,7 +305,7 @@ class AdaptiveController:
         if bold.rate < NOTABLE * rate:
             return found
         allowed = self._allowed(now, found.groups)
-        if loss > 0.5 * allowed:
+        if loss > 0.35 * allowed:
             now.is_saving = loss < allowed
             return found
         self._known.budget.spend(loss)
