@@ -306,7 +306,7 @@ class AdaptiveController:
             return found
         allowed = self._allowed(now, found.groups)
         if loss > 0.35 * allowed:
-            now.is_saving = loss < allowed
+            now.is_saving = loss < 0.6 * allowed
             return found
         self._known.budget.spend(loss)
         return Found(found.groups, bold, TRYING)
