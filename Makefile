@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test lint format real identity proofs bench clean
+.PHONY: run test lint format real identity serving proofs bench clean
 
 run: .venv/.torch       ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
@@ -27,6 +27,9 @@ real: .venv/.dev        ## the default model against transformers, 20 answers wo
 
 identity: .venv/.dev    ## greedy identity with plain decoding on the default model, every method and shape
 	$(BIN)/python -m pytest -m slow tests/test_real_methods.py
+
+serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of virtual time, the default model under pressure
+	$(BIN)/python -m pytest -s -m slow tests/test_serving_machine.py tests/test_snapshot.py tests/test_real_serving.py
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py

@@ -56,7 +56,9 @@ def check_draft(engine: Engine, drafter: ModelDrafter) -> None:
         assert not seat.ahead or engine.loop.ahead is not None, "the draft keeps what was not emitted"
     if isinstance(drafter.backend, MockBackend):
         num_slots, num_seats = drafter.backend.num_slots, len(drafter.seats)
-        assert num_slots == num_seats or (drafter.shares_slots and num_slots < num_seats), "the draft holds others' slots"
+        assert num_slots == num_seats or (drafter.shares_slots and num_slots < num_seats), (
+            "the draft holds others' slots"
+        )
         running = {job.id: job for job in engine.loop.scheduler.running}
         assert drafter.seats.keys() <= running.keys(), "the draft holds slots of jobs that are over"
         for job_id, seat in drafter.seats.items():

@@ -6,6 +6,9 @@ would have said alone, or a beginning of that; after every step caches, pages an
 
 from __future__ import annotations
 
+import gc
+import random
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -175,10 +178,14 @@ class Serving(RuleBasedStateMachine):
     def step(self) -> None:
         engine = self.engine
         COUNTS["steps"] += engine.num_requests > 0  # others are not worth counting
-        first = self.first()
+        first, fed, loop = self.first(), engine.loop.target.num_tokens_fed, engine.loop
+        lengths = {job: len(job.tokens) for job in loop.scheduler.running if len(job.tokens) - job.cached == 1}
         engine.step()
         check_caches(engine)
         self.check_room()
+        assert loop.target.num_tokens_fed - fed <= loop.scheduler.config.budget
+        starved = [job for job, length in lengths.items() if job.slot is not None and len(job.tokens) == length]
+        assert not starved, f"{starved} decode and got no token"
         assert first is None or first.done or first.slot is not None, f"{first}, the first of all, gave way"
 
     @rule(count=st.integers(2, 16))
@@ -277,12 +284,19 @@ def live(monkeypatch: pytest.MonkeyPatch, examples: int, rules: int, **fixed: st
     return ", ".join(f"{count:,} {what}" for what, count in sorted(COUNTS.items()))
 
 
+def kept(preempt: str) -> dict[str, st.SearchStrategy[Any]]:
+    """Setups for one way of giving way."""
+    room = {"swap_tokens": st.sampled_from([1000, 40])} if preempt == "swap" else {}
+    return {"preempt": st.just(preempt), **room}
+
+
 @pytest.mark.blind  # `step` checks by itself
-def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = live(monkeypatch, examples=60, rules=24)
-    assert COUNTS["steps"] >= 3_000, told
-    assert COUNTS["preemptions"] >= 100 and COUNTS["swaps in"] >= 20 and COUNTS["prefix hits"] >= 100, told
-    assert COUNTS["answers compared"] >= 400 and COUNTS["accepted"] >= 500, told
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_random_lives_of_requests(preempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = live(monkeypatch, examples=25, rules=24, **kept(preempt))
+    assert COUNTS["steps"] >= 1_500 and COUNTS["answers compared"] >= 200, told
+    assert COUNTS["preemptions"] >= 50 and COUNTS["prefix hits"] >= 50 and COUNTS["accepted"] >= 100, told
+    assert COUNTS["swaps in"] >= (25 if preempt == "swap" else 0), told
 
 
 DRAFTS = {"on the target's pages": st.just("shared"), "apart": st.sampled_from(["paged", "seats"])}
@@ -296,10 +310,86 @@ def test_a_hundred_thousand_steps(
     draft: str, preempt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A quarter of them in each part."""
-    room = {"swap_tokens": st.sampled_from([40, 1000])} if preempt == "swap" else {}
-    told = live(monkeypatch, examples=240, rules=40, preempt=st.just(preempt), draft=DRAFTS[draft], **room)
+    told = live(monkeypatch, examples=200, rules=40, draft=DRAFTS[draft], **kept(preempt))
     with capsys.disabled():
         print(f"\n{preempt}, draft {draft}: {told}")  # noqa: T201
     assert COUNTS["steps"] >= 25_000, told
     assert COUNTS["preemptions"] >= 1_000 and COUNTS["prefix hits"] >= 1_000 and COUNTS["accepted"] >= 4_000, told
     assert COUNTS["swaps in"] >= (500 if preempt == "swap" else 0), told
+
+
+DAY_S = 86_400.0
+SMALL = replace(MODEL, context=32, eos_ids=(), seconds_per_pass=2.0)
+
+
+def soak(num_requests: int, seconds: float) -> tuple[Engine, Counter[FinishReason], dict[str, int]]:
+    """So many requests over so much virtual time; returns the engine, how they ended, and what memory grew by since a
+    tenth of them."""
+    clock, randomness = VirtualClock(), random.Random(5)
+    target = PagedMock(SMALL, Pages(256, 4), clock=clock)
+    drafters = [SuffixDrafter(SuffixConfig(max_tokens=256)), NgramDrafter()]
+    engine = Engine(target, drafters, scheduling=SchedulerConfig(max_batch=64), clock=clock)
+    shapes = [
+        Request(
+            prompt=prompt[:6],
+            sampling=sampling,
+            max_tokens=max_tokens,
+            width=width,
+            deadline_s=deadline_s,
+            tenant=str(len(prompt) % 3),
+        )
+        for prompt in PROMPTS
+        for sampling in SAMPLINGS[:2]
+        for max_tokens in range(1, 5)
+        for width, deadline_s in ((0, None), (2, None), (0, 5.0))
+    ]
+    reasons: Counter[FinishReason] = Counter()
+    grown: dict[str, int] = {}
+    gap, arrival, num_sent = seconds / num_requests, 0.0, 0
+    while num_sent < num_requests or engine.num_requests:
+        while num_sent < num_requests and arrival <= clock.now():
+            job = engine._submit([randomness.choice(shapes)], {}, streaming=False)[0]
+            if num_sent % 100 == 7:
+                engine.interrupt(job)
+                reasons[job.finish_reason] += 1
+            num_sent, arrival = num_sent + 1, arrival + randomness.expovariate(1.0 / gap)
+            if num_sent == num_requests // 10:
+                grown = {name: -value for name, value in memory().items()}
+        if not engine.num_requests:
+            clock.sleep(max(0.0, arrival - clock.now()))
+        for event in engine.step():
+            if event.result is not None:
+                reasons[event.result.finish_reason] += 1
+    return engine, reasons, {name: value + grown[name] for name, value in memory().items()}
+
+
+def memory() -> dict[str, int]:
+    """What the process has come to: objects now, and the most memory so far."""
+    gc.collect()
+    return {"objects": len(gc.get_objects()), "kilobytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def check_soak(num_requests: int, seconds: float) -> str:
+    engine, reasons, grown = soak(num_requests, seconds)
+    loop = engine.loop
+    told = f"{dict(reasons)}, {engine.clock.now():,.0f} s, {engine.statistics.passes:,} passes, grown by {grown}"
+    assert sum(reasons.values()) == num_requests and reasons[FinishReason.CANCELLED] >= num_requests // 101, told
+    assert not loop.jobs and not loop.scheduler.running and not loop.scheduler.waiting, told
+    loop.target.pages.check()
+    assert loop.target.pages.usage.held == loop.target.num_slots == 0, told
+    assert not any(drafter.lookups for drafter in loop.router.drafters.values()), told
+    assert grown["objects"] < 2_000 and grown["kilobytes"] < 8_192, told
+    return told
+
+
+@pytest.mark.blind
+def test_five_thousand_requests_leave_nothing() -> None:
+    check_soak(5_000, DAY_S / 200)
+
+
+@pytest.mark.slow
+@pytest.mark.blind
+def test_a_day_of_a_million_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    told = check_soak(1_000_000, DAY_S)
+    with capsys.disabled():
+        print(f"\n{told}")  # noqa: T201
