@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,6 +70,7 @@ class Setup:
     draft: str  # on the target's pages, on pages of its own, or without pages and with two seats
     width: int | None
     order: int | None
+    run_ahead: Any
 
     def engine(self) -> Engine:
         clock, model = VirtualClock(), replace(MODEL, order=self.order)
@@ -84,10 +86,14 @@ class Setup:
             swap_tokens=self.swap_tokens,
         )
         speculation = SpeculationConfig(width=self.width, max_width=MOST_WIDTH)
-        return Engine(target, drafters, scheduling=scheduling, speculation=speculation, clock=clock)
+        return Engine(
+            target, drafters, scheduling=scheduling, speculation=speculation, clock=clock, run_ahead=self.run_ahead
+        )
 
     def drafter(self, model: MockConfig, pages: Pages, clock: VirtualClock) -> ModelDrafter:
         model = replace(model, drift=0.4, seconds_per_pass=0.002, seconds_per_token=0.0)
+        if self.run_ahead:
+            clock = VirtualClock()  # two threads that sleep on one clock would not do it twice alike
         backend: Backend
         if self.draft == "shared":
             backend = PagedMock(model, pages, clock=clock)
@@ -140,6 +146,7 @@ SETUPS: dict[str, st.SearchStrategy[Any]] = {
     "draft": st.sampled_from(["shared", "paged", "seats"]),
     "width": st.sampled_from([None, 3]),
     "order": st.sampled_from([None, 2]),
+    "run_ahead": st.sampled_from([False, False, "always"]),
 }
 speculations = st.sampled_from(
     [{}, {}, {"width": 0}, {"width": 1}, {"width": 5}, {"width": 6, "tree": True}, {"tree": True}, {"max_width": 2}]
@@ -169,10 +176,12 @@ class Serving(RuleBasedStateMachine):
     )
     def submit(self, which: list[int], sampling: int, speculation: dict[str, Any], count: int, **asked: Any) -> None:
         for index in which:
-            request = Request(prompt=PROMPTS[index], sampling=SAMPLINGS[sampling], **asked, **speculation)
-            self.streams.append(self.engine.stream(request))
-            COUNTS["requests"] += 1
+            self.send(Request(prompt=PROMPTS[index], sampling=SAMPLINGS[sampling], **asked, **speculation))
         self.steps(count)
+
+    def send(self, request: Request) -> None:
+        self.streams.append(self.engine.stream(request))
+        COUNTS["requests"] += 1
 
     @rule()
     def step(self) -> None:
@@ -267,55 +276,58 @@ class Serving(RuleBasedStateMachine):
         COUNTS["preemptions"] += statistics.preemptions
         COUNTS["drafted"] += statistics.drafted
         COUNTS["accepted"] += statistics.accepted
+        if loop.ahead is not None:
+            COUNTS["drafted ahead"] += loop.ahead.overlap.fresh
+            COUNTS["stale"] += loop.ahead.overlap.stale
+            assert not loop.ahead._ready and not loop.ahead._flights
         engine.close()
 
 
-def live(monkeypatch: pytest.MonkeyPatch, examples: int, rules: int, **fixed: st.SearchStrategy[Any]) -> str:
+DRAFTS = {"on the target's pages": st.just("shared"), "apart": st.sampled_from(["paged", "seats"])}
+PARTS = list(product(["recompute", "swap"], DRAFTS, [False, "always"]))  # of all kinds, the same number
+
+
+def live(patch: pytest.MonkeyPatch, examples: int, rules: int, preempt: str, draft: str, run_ahead: Any) -> str:
     """Run machines; returns what happened in words."""
+    fixed = {"preempt": st.just(preempt), "draft": DRAFTS[draft], "run_ahead": st.just(run_ahead)}
+    if preempt == "swap":
+        fixed["swap_tokens"] = st.sampled_from([1000, 40])
 
     class Machine(Serving):
         @initialize(setup=st.builds(Setup, **{**SETUPS, **fixed}))
         def begin(self, setup: Setup) -> None:
             self.setup, self.engine = setup, setup.engine()
+            for prompt in PROMPTS[2:5]:  # more than there is room for, from the beginning
+                self.send(Request(prompt=prompt, sampling=SAMPLINGS[0], max_tokens=40, ignore_eos=True))
 
-    monkeypatch.setattr(policies, "HEADROOM", HEADROOM)
+    patch.setattr(policies, "HEADROOM", HEADROOM)
     COUNTS.clear()
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=rules))
     return ", ".join(f"{count:,} {what}" for what, count in sorted(COUNTS.items()))
 
 
-def kept(preempt: str) -> dict[str, st.SearchStrategy[Any]]:
-    """Setups for one way of giving way."""
-    room = {"swap_tokens": st.sampled_from([1000, 40])} if preempt == "swap" else {}
-    return {"preempt": st.just(preempt), **room}
-
-
 @pytest.mark.blind  # `step` checks by itself
-@pytest.mark.parametrize("preempt", ["recompute", "swap"])
-def test_random_lives_of_requests(preempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = live(monkeypatch, examples=25, rules=24, **kept(preempt))
-    assert COUNTS["steps"] >= 1_500 and COUNTS["answers compared"] >= 200, told
-    assert COUNTS["preemptions"] >= 50 and COUNTS["prefix hits"] >= 50 and COUNTS["accepted"] >= 100, told
-    assert COUNTS["swaps in"] >= (25 if preempt == "swap" else 0), told
-
-
-DRAFTS = {"on the target's pages": st.just("shared"), "apart": st.sampled_from(["paged", "seats"])}
+@pytest.mark.parametrize(("preempt", "draft", "run_ahead"), PARTS)
+def test_random_lives_of_requests(preempt: str, draft: str, run_ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = live(monkeypatch, 5, 14, preempt, draft, run_ahead)
+    assert COUNTS["steps"] >= 150 and COUNTS["answers compared"] >= 10 and COUNTS["accepted"] >= 10, told
+    assert COUNTS["preemptions"] >= 4 and COUNTS["swaps in"] >= (2 if preempt == "swap" else 0), told
 
 
 @pytest.mark.slow
 @pytest.mark.blind
-@pytest.mark.parametrize("preempt", ["recompute", "swap"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("preempt", "draft", "run_ahead"), PARTS)
 def test_a_hundred_thousand_steps(
-    draft: str, preempt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    preempt: str, draft: str, run_ahead: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A quarter of them in each part."""
-    told = live(monkeypatch, examples=200, rules=40, draft=DRAFTS[draft], **kept(preempt))
+    """An eighth of them in each part."""
+    told = live(monkeypatch, 110, 40, preempt, draft, run_ahead)
     with capsys.disabled():
-        print(f"\n{preempt}, draft {draft}: {told}")  # noqa: T201
-    assert COUNTS["steps"] >= 25_000, told
-    assert COUNTS["preemptions"] >= 1_000 and COUNTS["prefix hits"] >= 1_000 and COUNTS["accepted"] >= 4_000, told
-    assert COUNTS["swaps in"] >= (500 if preempt == "swap" else 0), told
+        print(f"\n{preempt}, draft {draft}, run_ahead={run_ahead}: {told}")  # noqa: T201
+    assert COUNTS["steps"] >= 12_500 and COUNTS["answers compared"] >= 1_000, told
+    assert COUNTS["preemptions"] >= 300 and COUNTS["prefix hits"] >= 300 and COUNTS["accepted"] >= 1_000, told
+    assert COUNTS["swaps in"] >= (200 if preempt == "swap" else 0), told
+    assert COUNTS["drafted ahead"] >= (50 if run_ahead else 0), told
 
 
 DAY_S = 86_400.0

@@ -1,8 +1,7 @@
 """Who goes first, who gives way, how much room is kept: a policy answers these three questions and nothing else.
 
-A new one is a class like those below; pass an object of it as `policy=`. Orders are asked for once, when a job joins
-the line (again after it gave way), so they must not depend on the time: ageing, for example, is an order by arrival
-with a head start.
+A new one is a class like those below; pass an object of it as `policy=`. While a job waits its order is not asked for
+again, so it must not depend on the time: ageing, for example, is an order by arrival with a head start.
 """
 
 from __future__ import annotations
