@@ -32,7 +32,7 @@ serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of
 	$(BIN)/python -m pytest -s -m slow tests/test_serving_machine.py tests/test_snapshot.py tests/test_real_serving.py
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
-	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py
+	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py
 
 bench: .venv/.dev       ## engine time per token on a mock that costs nothing, then the default model beside transformers
 	$(BIN)/outrider bench
