@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from outrider.backends.mock import MockBackend
+from outrider.backends.paged_mock import PagedMock
+from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
+from outrider.kv.pages import Pages
 from outrider.sampling import noise
-from outrider.types import Request, SamplingParams
+from outrider.sched.policies import Policy
+from outrider.types import Job, Request, SamplingParams
 
 from cases import CONTROLS, LENGTH, PROMPT, TARGET, Case, grid, measure, repeatable_seeds
 from oracle import SIGNIFICANCE, joint_law, law_p_value
@@ -156,5 +162,36 @@ def test_different_seeds_draw_from_the_law_too() -> None:
         for seed in range(15_000)
     ]
     outputs = [result.token_ids for result in case.engine().generate(requests)]
+    law = joint_law(MockBackend(TARGET), PROMPT, SamplingParams(), LENGTH)
+    assert law_p_value(outputs, law) > SIGNIFICANCE
+
+
+class Tight(Policy):
+    """Lets jobs in as soon as they fit, so that they get into each other's way."""
+
+    def reserve(self, job: Job) -> int:
+        return len(job.tokens) + 1
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "preempt", "run_ahead"),
+    [(30, "recompute", False), (30, "swap", False), (200, "recompute", "always")],
+    ids=["recompute", "swap", "run-ahead"],
+)
+def test_the_law_of_a_busy_engine(num_pages: int, preempt: Any, run_ahead: Any) -> None:
+    """Pages run out all the time, or the draft works while the target judges: the law is that of plain decoding."""
+    pages = Pages(num_pages, 2)
+    config = SchedulerConfig(max_batch=16, policy=Tight(), preempt=preempt)
+    requests = [
+        Request(prompt=PROMPT, sampling=SamplingParams(seed=seed, accept="rejection"), max_tokens=LENGTH)
+        for seed in range(6_000)
+    ]
+    target, draft = PagedMock(TARGET, pages), PagedMock(replace(TARGET, drift=0.6), pages)
+    speculation = SpeculationConfig(width=2)
+    drafters = [ModelDrafter(draft, shares_slots=True)]
+    with Engine(target, drafters, scheduling=config, speculation=speculation, run_ahead=run_ahead) as engine:
+        outputs = [result.token_ids for result in engine.generate(requests)]
+        assert engine.statistics.preemptions > 1_000 or num_pages > 30
+        assert run_ahead is False or (engine.loop.ahead is not None and engine.loop.ahead.overlap.fresh > 500)
     law = joint_law(MockBackend(TARGET), PROMPT, SamplingParams(), LENGTH)
     assert law_p_value(outputs, law) > SIGNIFICANCE
