@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -392,12 +393,31 @@ def test_orca_never_preempts_and_the_others_do(policy: str, monkeypatch: pytest.
         assert job.output == alone.generate(request).token_ids
 
 
+def test_orca_keeps_room_for_resumed_requests_too(tmp_path: Path) -> None:
+    requests = [Request(prompt=[place, 1, 2, place], sampling=GREEDY, max_tokens=20) for place in range(4)]
+    engine = engine_of("orca", pages=24)
+    jobs = submit(engine, *requests)
+    for _ in range(3):
+        engine.step()
+    engine.snapshot(tmp_path / "engine")
+    while engine.num_requests:
+        engine.step()
+    other = engine_of("orca", pages=14)  # room for two of them at a time
+    streams = other.resume(tmp_path / "engine")
+    while other.num_requests:
+        other.step()
+        assert len(other.loop.scheduler.running) <= 2
+    assert [list(stream)[-1].result.token_ids for stream in streams] == [job.output for job in jobs]
+    assert other.statistics.preemptions == 0
+
+
 def test_the_first_never_gives_way_to_one_that_only_has_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second shares all its pages with the first, and the rest of the pool is promised to it: it gives way."""
     engine = engine_of(pages=8, prefill_chunk=9)
     first = submit(engine, ask(prompt=9, answer=23))[0]
     monkeypatch.setattr(policies, "HEADROOM", 1)
-    engine.step()
+    while len(first.tokens) < 13:  # its next pass needs a page more
+        engine.step()
     monkeypatch.setattr(policies, "HEADROOM", 19)
     second = submit(engine, ask(prompt=9, answer=19))[0]
     while engine.num_requests:

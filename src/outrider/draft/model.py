@@ -16,7 +16,6 @@ from outrider.backends.base import Backend, Spans
 from outrider.draft.growth import Sprout, grow
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
-
 FEW = 16  # tokens that a job may have unread at any time: what a round emitted
 
 

@@ -87,11 +87,11 @@ class Loop:
         events = self.reap()
         self._admit()
         plan = self._plan()
-        self.room.fit(plan)
-        if not plan.jobs:
-            return events
         now = self.clock.now
         try:
+            self.room.fit(plan)
+            if not plan.jobs:
+                return events
             started = now()
             ready = self.ahead.take(plan) if self.ahead is not None else ()
             drafts = self.router.propose(self.target, plan, ready)

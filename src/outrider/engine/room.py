@@ -42,11 +42,12 @@ class Room:
         """A slot for a job that is let in, with whatever is known of its tokens."""
         tenant = job.request.tenant
         limit = job.limit if self._paged is None else self._scheduler.policy.reserve(job)
-        if job.saved is not None:
-            return self._target.load(job.saved)  # None is for want of room, as of `open`
-        if self._paged is None or job.id not in self._swapped:
+        state = job.saved or self._swapped.get(job.id)
+        if state is None:
             return self._target.open(job.tokens, limit, tenant)
-        slot = self._paged.swap_in(self._swapped[job.id], job.tokens, limit, tenant)
+        if self._paged is None:
+            return self._target.load(state)  # None is for want of room, as of `open`
+        slot = self._paged.swap_in(state, job.tokens, limit, tenant)
         if slot is not None:
             self.forget(job)
         return slot

@@ -146,7 +146,10 @@ class Pages:
         lease.lengths[store] = length
 
     def rewind(self, slot: Slot, store: int, length: int) -> None:
-        """The store forgets what it holds from `length` on. Where the target goes back, the others do too."""
+        """The store forgets what it holds from `length` on. Where the target goes back, the others do too.
+
+        Only then are pages given back: a draft goes back while room is reserved for the pass to come.
+        """
         lease = self.leases[slot]
         lengths = lease.lengths
         assert 0 <= length <= lengths[store], f"slot {slot} holds {lengths} tokens, store {store} cannot go to {length}"
@@ -156,7 +159,7 @@ class Pages:
             del lease.hashes[length // self.page_size :]
         lease.marked = [min(pages, held // self.page_size) for pages, held in zip(lease.marked, lengths, strict=True)]
         keep = self._count(max(lengths))
-        if len(lease.pages) > keep:
+        if store == 0 and len(lease.pages) > keep:
             while len(lease.pages) > keep:
                 self._drop(lease.pages.pop())
             self._promise(lease)
