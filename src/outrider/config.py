@@ -9,6 +9,7 @@ from typing import Any, Literal
 from outrider.checks import check_number, check_whole
 from outrider.errors import ConfigError
 
+USUAL_WIDTH = 16  # the most tokens drafted for a request, unless somebody says otherwise
 BACKENDS = ("auto", "torch", "hf", "mock")
 
 
@@ -58,7 +59,7 @@ class SchedulerConfig:
     @property
     def budget(self) -> int:
         """Tokens of a step."""
-        return self.step_tokens or max(2048, self.prefill_chunk + self.max_batch)
+        return self.step_tokens or max(2048, self.prefill_chunk + (1 + USUAL_WIDTH) * self.max_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class SpeculationConfig:
     """
 
     width: int | None = None
-    max_width: int = 16
+    max_width: int = USUAL_WIDTH
     tree: bool | None = None
 
     def __post_init__(self) -> None:

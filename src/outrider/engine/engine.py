@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
-from outrider.config import ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
+from outrider.config import USUAL_WIDTH, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
 from outrider.engine.ahead import Payoff, RunAhead
 from outrider.engine.intake import Intake, is_one_prompt
@@ -129,7 +129,9 @@ class Engine:
         return build_engine(
             target,
             draft=draft,
-            speculation=SpeculationConfig(width=width, max_width=16 if max_width is None else max_width, tree=tree),
+            speculation=SpeculationConfig(
+                width=width, max_width=USUAL_WIDTH if max_width is None else max_width, tree=tree
+            ),
             tokenizer=tokenizer,
             model=ModelConfig(
                 backend=backend,
