@@ -340,16 +340,6 @@ class Drafts:
                 start += count
         return self._proposals
 
-    def depth(self, index: int) -> int:
-        """Tokens on the longest path of a job's proposal."""
-        parents = self.parents.get(index)
-        if parents is None:
-            return self.counts[index]
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
-
     def ancestors(self, index: int) -> list[list[int]]:
         """For each row of a job the drafted tokens before it: nothing first, then up to each of its drafts."""
         proposal, parents = self.proposals()[index], self.parents.get(index)

@@ -30,9 +30,7 @@ class ModelInfo:
     trees: bool = False  # whether a span may branch
     num_layers: int = 0  # that `Layered.view` may cut; 0 where it has no such layers
     num_hidden: int = 0  # hidden states on offer: after the embedding (0), after the first layer (1), ...
-    heads: bool = (
-        False  # whether heads can sit on it (`HeadHost`): the last hidden state is after the output norm, then
-    )
+    heads: bool = False  # whether heads can sit on it (`HeadHost`): then the last hidden state is after the output norm
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= self.num_columns:
