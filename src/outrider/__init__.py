@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.draft.lookup import ScriptedDrafter as ScriptedDrafter
     from outrider.engine.engine import Engine as Engine
     from outrider.errors import OutriderError as OutriderError
+    from outrider.types import Constraint as Constraint
     from outrider.types import Event as Event
     from outrider.types import FinishReason as FinishReason
     from outrider.types import Request as Request
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `import outrider` and `outrider --help` stay quick.
 _HOMES = {
+    "Constraint": "outrider.types",
     "Engine": "outrider.engine.engine",
     "Event": "outrider.types",
     "FinishReason": "outrider.types",

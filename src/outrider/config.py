@@ -10,6 +10,7 @@ from outrider.checks import check_number, check_whole
 from outrider.errors import ConfigError
 
 USUAL_WIDTH = 16  # the most tokens drafted for a request, unless somebody says otherwise
+NUM_BYTES = 256
 BACKENDS = ("auto", "torch", "hf", "mock")
 
 
@@ -130,6 +131,7 @@ class MockConfig:
     `drift` mixes another random table into the logits, so a mock with the target's `seed` and some drift is a
     draft that agrees often but not always. `order` limits the dependence to the last tokens (None: all of them).
     `padding` adds logit columns that stand for no token, as real models have. `max_rewind=0` cannot go back.
+    With `text` the tokens are all bytes, an end (256) and words, so that any text can be a prompt; it speaks in words.
     """
 
     vocab_size: int = 32
@@ -145,9 +147,14 @@ class MockConfig:
     max_slots: int | None = None
     seconds_per_pass: float = 0.0
     seconds_per_token: float = 0.0
+    text: bool = False
 
     def __post_init__(self) -> None:
         require_int(self.vocab_size, "mock.vocab_size", 1)
+        if self.text and self.vocab_size <= NUM_BYTES + 1:
+            raise ConfigError(
+                f"mock.text needs more than {NUM_BYTES + 1} tokens, got {self.vocab_size}", param="mock.vocab_size"
+            )
         require_int(self.padding, "mock.padding", 0)
         require_int(self.context, "mock.context", 2)
         require_int(self.num_contexts, "mock.num_contexts", 1)

@@ -8,6 +8,7 @@ This module holds data only; the loop is in `engine/loop.py`.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,10 +25,56 @@ from outrider.metrics import Statistics
 Array = Any  # numpy.ndarray or torch.Tensor: the sampling math is written once, against the array API standard
 Slot = NewType("Slot", int)  # names one sequence inside a backend
 Rule = Literal["rejection", "coupled"]
+FORCED = "forced"  # the drafter of what a constraint leaves no choice about
+MAX_LOGPROBS = 20  # alternatives of a token that a request may ask for
 Prompt = str | Sequence[int]
 LogitsProcessor = Callable[[Sequence[int], Array], Array]  # (tokens so far, row [V]) -> row [V]
 # (token id, text that may be shown now) -> False to stop after this token
 OnToken = Callable[[int, str], bool | None]
+
+
+class TokenLogprob(NamedTuple):
+    """What the target thought of a token, before any control: natural logarithms of probabilities."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens there, best first, as many as were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an answer must look like. Made by `json`, `json_schema`, `regex` or `grammar`."""
+
+    kind: Literal["json", "json_schema", "regex", "grammar"]
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json", "json_schema", "regex", "grammar"):
+            raise RequestError(
+                f"a constraint is json, json_schema, regex or grammar, got {self.kind!r}", param="constraint"
+            )
+        if not isinstance(self.text, str) or (self.kind != "json" and not self.text):
+            raise RequestError(f"a {self.kind} constraint takes its text, got {self.text!r}", param="constraint")
+
+    @classmethod
+    def json(cls) -> Constraint:
+        """Any JSON object."""
+        return cls("json")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
+        """JSON that a schema allows."""
+        return cls("json_schema", json.dumps(schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """Text that a regular expression matches as a whole (Rust's syntax, without look-around)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def grammar(cls, rules: str) -> Constraint:
+        """Text of a context-free grammar in Lark's syntax, as llguidance reads it; it begins with `start`."""
+        return cls("grammar", rules)
 
 
 class FinishReason(StrEnum):
@@ -104,7 +151,8 @@ class SamplingParams:
 class Request:
     """What was asked: a prompt, when to stop, how to sample, how to speculate.
 
-    `max_tokens=None` answers until the context ends. `method`, `width` and `tree` say how to speculate: by which
+    `max_tokens=None` answers until the context ends; before `min_tokens` nothing but a `constraint` ends it. `logprobs`
+    asks for the chosen tokens' (and that many alternatives'), `prompt_logprobs` for those of the prompt. `method`, `width` and `tree` say how to speculate: by which
     drafter, how many tokens a round are drafted at most (0 is plain decoding) and whether they may branch; None leaves
     it to the engine. `max_width` only caps what the engine chooses. `choice` is the index of an answer among several
     with one seed. What is kept of a request to make later ones quicker serves its `tenant` only. `priority` and
@@ -114,9 +162,13 @@ class Request:
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
     deadline_s: float | None = None
     method: str | None = None
     width: int | None = None
@@ -139,6 +191,25 @@ class Request:
             raise RequestError(f"sampling takes SamplingParams, got {type(self.sampling).__name__}", param="sampling")
         if self.max_tokens is not None:
             check_whole(self.max_tokens, "max_tokens", 1, RequestError)
+        check_whole(self.min_tokens, "min_tokens", 0, RequestError)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it", param="min_tokens"
+            )
+        if self.logprobs is not None:
+            check_whole(self.logprobs, "logprobs", 0, RequestError)
+            check_number(self.logprobs, "logprobs", 0, MAX_LOGPROBS, RequestError)
+        if not isinstance(self.prompt_logprobs, bool):
+            raise RequestError(f"prompt_logprobs is True or False, got {self.prompt_logprobs!r}", param="prompt_logprobs")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(
+                f"constraint takes a Constraint, got {type(self.constraint).__name__}; write Constraint.json_schema(...)",
+                param="constraint",
+            )
+        if self.constraint is not None and self.ignore_eos:
+            raise RequestError(
+                "a constraint says where the answer ends, and ignore_eos would not let it; drop one", param="ignore_eos"
+            )
         check_collection(self.stop, "stop", "strings", RequestError)
         for text in self.stop:
             if not isinstance(text, str) or text == "":
@@ -209,9 +280,27 @@ class TextOut(Protocol):
     @property
     def text(self) -> str: ...
 
-    def push(self, token: int) -> str: ...
+    def push(self, token: int, *, may_stop: bool = True) -> str: ...
 
     def finish(self) -> str: ...
+
+
+class Grammar(Protocol):
+    """What may follow the emitted tokens of one answer (see `sampling.grammar`). It looks ahead and goes back by itself:
+    only `advance` moves it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is whole and nothing may follow."""
+
+    def allowed(self, drafted: Sequence[int]) -> Array | None:
+        """Which tokens may follow the emitted ones and these drafts, [V] booleans of numpy; None where they break it."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as the tokenizer would write them; mostly none."""
+
+    def advance(self, token: int) -> None:
+        """The token was emitted."""
 
 
 _job_ids = itertools.count()
@@ -246,6 +335,10 @@ class Job:
     tree: bool | None = None  # whether drafts may branch; None lets the engine choose
     deadline: float | None = None
     text: TextOut | None = None
+    min_length: int = 0  # before this length no stop id is drawn and no stop string is looked for
+    grammar: Grammar | None = None
+    logprobs: list[TokenLogprob] | None = None  # of the emitted tokens, where asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the prompt's tokens, as far as they were read
     counts: dict[int, int] | None = None  # token -> times emitted, prompt tokens with 0; only for penalties
     slot: Slot | None = None
     cached: int = 0
@@ -363,6 +456,7 @@ class Scores:
     logits: Array  # [R, V]
     fed: list[int] = field(default_factory=list)  # tokens the pass was fed for each job of the plan
     hidden: dict[int, Array] = field(default_factory=dict)  # layer -> [tokens fed, width], where asked for
+    read: list[tuple[Job, Array]] = field(default_factory=list)  # rows [n, V] after a job's next n tokens, if it asked
 
 
 @dataclass(slots=True)
@@ -400,6 +494,8 @@ class Event:
     accepted: int
     parents: list[int] | None = None
     result: Result | None = None
+    pieces: list[str] = field(default_factory=list)  # what each token added to the text
+    logprobs: list[TokenLogprob] | None = None  # of the tokens, where asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,3 +510,5 @@ class Result:
     seed: int
     rule: Rule
     statistics: Statistics
+    logprobs: list[TokenLogprob] | None = None  # of `token_ids`
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the prompt; nothing comes before its first token

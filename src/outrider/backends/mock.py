@@ -7,7 +7,7 @@ so the tests of exactness can see it. `logits_after` tells the truth about any c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.clock import Clock, SystemClock
-from outrider.config import MockConfig
+from outrider.config import NUM_BYTES, MockConfig
 from outrider.errors import BackendError
 from outrider.sampling.ops import SamplingOps
 from outrider.tokenizer.base import PieceTokenizer
@@ -215,13 +215,41 @@ class MockBackend:
         return context if order is None else context[max(0, len(context) - order) :]
 
 
-def mock_tokenizer(vocab_size: int) -> PieceTokenizer:
+def mock_tokenizer(vocab_size: int, *, text: bool = False) -> PieceTokenizer:
     """Pieces for a mock vocabulary: letters, then words; two tokens are halves of one character (é)."""
+    if text:
+        return ByteTokenizer(vocab_size)
     pieces = [bytes([byte]) for byte in b"abcdefgh"] + [b"\xc3", b"\xa9", b".", b" "]
     words = "the rider rode ahead and saw a far river hill road under open sky scout horse back with light rain"
     pieces += [f" {word}".encode() for word in words.split()]
     pieces += [f"<{token}>".encode() for token in range(len(pieces), vocab_size)]
     return PieceTokenizer(pieces[:vocab_size])
+
+
+WORDS = """the rider rode ahead and saw a far river hill road under open sky scout horse back with light rain of to in on
+at by for from was were is are it he she they we you his her their our that this when then there where who one two three
+many some all no not never always often once again still soon late early morning evening night day dawn dusk wind storm
+snow sun moon star stone field wood tree leaf grass path bridge gate wall town house fire smoke bread water salt song
+word story letter map mile hour year friend stranger guide voice hand eye heart foot step track trail camp rope knife
+bell lamp door window table room quiet slow quick long short old young bright dark cold warm deep high wide""".split()
+
+
+class ByteTokenizer(PieceTokenizer):
+    """All bytes, an end, and some words: any text can be encoded, and a conversation be put to a mock."""
+
+    def __init__(self, vocab_size: int) -> None:
+        extra = [f" {word}".encode() for word in WORDS][: vocab_size - NUM_BYTES - 1]
+        extra += [b"<%d>" % token for token in range(NUM_BYTES + 1 + len(extra), vocab_size)]
+        super().__init__([*(bytes([byte]) for byte in range(NUM_BYTES)), b"<end>", *extra])
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return super().encode(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == NUM_BYTES else self.pieces[token]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 
 
 def _logit_table(config: MockConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -231,7 +259,10 @@ def _logit_table(config: MockConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
     if config.drift:
         other = np.random.default_rng([config.seed, 1]).standard_normal(shape, dtype=np.float32)
         own = own + np.float32(config.drift) * other
-    return np.float32(config.sharpness) * own
+    own = np.float32(config.sharpness) * own
+    if config.text:
+        own[:, :NUM_BYTES] -= np.float32(20.0)  # bytes are for reading, and for what a constraint wants
+    return own
 
 
 def _namespace(arrays: str) -> Any:

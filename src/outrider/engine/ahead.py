@@ -208,6 +208,8 @@ class RunAhead:
             for index, (job, proposal) in enumerate(zip(plan.deciding, drafts.proposals(), strict=True)):
                 if drafts.makers[index] != name or index in drafts.parents or index in drafts.faults:
                     continue
+                if job.grammar is not None:  # it stands at one place of the text, and the judge needs it there
+                    continue
                 length = len(job.tokens) + len(proposal) + 1
                 width = min(len(proposal), plan.asks[index][0].width, job.limit - length - 1)
                 if width < 1 or not self._has_room(job, length + width):

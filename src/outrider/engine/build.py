@@ -111,7 +111,7 @@ def _load(
             )
         if not names:
             _refuse_unused(config, "a mock")
-        first = Target(MockBackend(target, clock=clock), mock_tokenizer(target.vocab_size))
+        first = Target(MockBackend(target, clock=clock), mock_tokenizer(target.vocab_size, text=target.text))
         loaded = [load_draft(name, config) for name in names]
     elif not isinstance(target, (str, os.PathLike)):
         if not names:

@@ -10,45 +10,52 @@ from outrider.types import FinishReason, Job, OnToken, TextOut
 
 
 class Taken(NamedTuple):
-    """What of a round's tokens went out: how many, their text, and whether the answer ended there."""
+    """What of a round's tokens went out: the text each of them added, and whether the answer ended there."""
 
-    num_tokens: int
-    text: str
+    pieces: list[str]
     reason: FinishReason | None
 
 
 def take(job: Job, tokens: Sequence[int]) -> Taken:
     """Append tokens to the job up to the first that ends the answer; nothing after it exists for anyone."""
     held, stop_ids, stream, on_token = job.tokens, job.stop_ids, job.text, job.request.on_token
-    text = ""
-    for num_taken, token in enumerate(tokens, 1):
+    pieces: list[str] = []
+    for token in tokens:
         held.append(token)
         if job.counts is not None:
             job.counts[token] = job.counts.get(token, 0) + 1
+        may_stop = len(held) >= job.min_length
         stopped = token in stop_ids  # its id is part of the answer, its text is not
         is_full = len(held) >= job.limit
         piece = ""
-        if stream is not None:
-            if not stopped:
-                piece = _push(stream, token)
-                stopped = stream.stopped
-            if stopped or is_full:
-                piece += stream.finish()  # nothing can follow: what was held back is text
-            text += piece
+        if stream is not None and not stopped:
+            piece = _push(stream, token, may_stop)
+        is_over = stopped or (stream is not None and stream.stopped) or _completes(job, token)
+        if stream is not None and (is_over or is_full):
+            piece += stream.finish()  # nothing can follow: what was held back is text
+        pieces.append(piece)
         if on_token is not None:
             _call(job, on_token, token, piece)
-        if stopped:
-            return Taken(num_taken, text, FinishReason.STOP)
+        if is_over:
+            return Taken(pieces, FinishReason.STOP)
         if job.cancelled and on_token is not None:
-            return Taken(num_taken, text, FinishReason.CANCELLED)
+            return Taken(pieces, FinishReason.CANCELLED)
         if is_full:
-            return Taken(num_taken, text, FinishReason.LENGTH)
-    return Taken(len(tokens), text, None)
+            return Taken(pieces, FinishReason.LENGTH)
+    return Taken(pieces, None)
 
 
-def _push(stream: TextOut, token: int) -> str:
+def _completes(job: Job, token: int) -> bool:
+    """Whether the job's grammar lets nothing follow the token."""
+    if job.grammar is None:
+        return False
+    job.grammar.advance(token)
+    return job.grammar.is_complete
+
+
+def _push(stream: TextOut, token: int, may_stop: bool) -> str:
     try:
-        return stream.push(token)
+        return stream.push(token, may_stop=may_stop)
     except Exception as error:
         raise BackendError(f"the tokenizer failed on token {token}: {type(error).__name__}: {error}") from error
 

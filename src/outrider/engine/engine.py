@@ -20,6 +20,7 @@ from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
 from outrider.config import USUAL_WIDTH, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
+from outrider.draft.forced import ForcedDrafter
 from outrider.engine.ahead import Payoff, RunAhead
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
@@ -63,7 +64,8 @@ class Engine:
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
-        router, speculation = Router(drafters, target.info, self.clock), speculation or SpeculationConfig()
+        router = Router(drafters, target.info, self.clock, inner=[ForcedDrafter()])
+        speculation = speculation or SpeculationConfig()
         self.loop = Loop(
             target,
             router,
@@ -366,7 +368,7 @@ class Engine:
         with self._intake_lock:
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
-            jobs = taken.jobs(self.loop.target, self._intake, self.methods, self.clock.now())
+            jobs = taken.jobs(self.loop.target, self._intake, tuple(self.loop.router.drafters), self.clock.now())
             for job in jobs:
                 if job.request_id in self.loop.jobs:
                     raise RequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -19,9 +20,10 @@ from outrider.errors import (
     TokenRangeError,
     UnknownMethodError,
 )
+from outrider.sampling.grammar import Grammars
 from outrider.sampling.noise import seed_words
-from outrider.tokenizer.base import TextStream, Tokenizer
-from outrider.types import Job, Prompt, Request, SamplingParams
+from outrider.tokenizer.base import ChatTokenizer, TextStream, Tokenizer
+from outrider.types import FORCED, Constraint, Grammar, Job, Prompt, Request, SamplingParams
 
 
 class Intake:
@@ -40,6 +42,7 @@ class Intake:
         self._methods = methods
         self._method = method
         self._speculation = speculation
+        self._grammars: Grammars | None = None
 
     def job(self, request: Request, request_id: str, now: float) -> Job:
         """A job for the request, or a RequestError that says what to change."""
@@ -63,13 +66,17 @@ class Intake:
             words=seed_words(seed, int(request.choice)),
             limit=self._limit(len(tokens), request.max_tokens),
             stop_ids=frozenset([*eos, *map(int, request.stop_ids)]),
-            drafters=() if width == 0 else drafters,
+            drafters=() if width == 0 or request.method == "none" else self._with_forced(request, drafters),
             width=width,
             max_width=max_width,
             tree=tree,
             arrival=now,
             deadline=None if request.deadline_s is None else now + request.deadline_s,
             text=None if self._tokenizer is None else TextStream(self._tokenizer, request.stop),
+            min_length=len(tokens) + request.min_tokens if request.min_tokens else 0,
+            grammar=None if request.constraint is None else self._grammar(request.constraint),
+            logprobs=None if request.logprobs is None else [],
+            prompt_logprobs=[None] * len(tokens) if request.prompt_logprobs else None,
             counts=dict.fromkeys(tokens, 0) if sampling.penalised else None,
         )
 
@@ -157,6 +164,19 @@ class Intake:
         if request.max_width is not None and given.width is not None:
             return min(given.width, request.max_width), None, tree
         return given.width, request.max_width, tree
+
+    def _with_forced(self, request: Request, drafters: tuple[str, ...]) -> tuple[str, ...]:
+        """Of a constrained answer, what must come is proposed before anybody guesses."""
+        return drafters if request.constraint is None else (FORCED, *drafters)
+
+    def _grammar(self, constraint: Constraint) -> Grammar:
+        if self._tokenizer is None:
+            raise RequestError("a constraint needs a tokenizer; give the engine one", param="constraint")
+        if self._grammars is None:
+            tokenizer, info = self._tokenizer, self._info
+            encode = partial(tokenizer.encode, add_special=False) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode
+            self._grammars = Grammars(tokenizer.token_bytes, encode, info.vocab_size, info.eos_ids)
+        return self._grammars.matcher(constraint)
 
     def _check_ids(self, ids: Iterable[Any], param: str) -> None:
         size = self._info.vocab_size

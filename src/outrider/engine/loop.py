@@ -21,12 +21,25 @@ from outrider.engine.commit import take
 from outrider.engine.room import Room
 from outrider.errors import BackendError, OutriderError
 from outrider.metrics import Outcome, PassTimes, Statistics
+from outrider.sampling.logprobs import token_logprobs
 from outrider.sched.scheduler import Scheduler
 from outrider.serving import ServingMetrics
 from outrider.spec.round import emitted, judge, keep, publish, score, slot_of
 from outrider.spec.router import Router
 from outrider.spec.width import Choice, Controller, WidthChooser
-from outrider.types import Drafts, Event, FinishReason, Job, Plan, Result, Scores, Slot, Verdicts
+from outrider.types import (
+    Array,
+    Drafts,
+    Event,
+    FinishReason,
+    Job,
+    Plan,
+    Result,
+    Scores,
+    Slot,
+    TokenLogprob,
+    Verdicts,
+)
 
 log = logging.getLogger("outrider")
 
@@ -130,7 +143,10 @@ class Loop:
         """The job is over; `event` becomes its last and carries the result."""
         event = event or _silence(job)
         if job.text is not None:
-            event.text += job.text.finish()
+            rest = job.text.finish()
+            event.text += rest
+            if event.pieces:
+                event.pieces[-1] += rest
         job.statistics.costs = job.statistics.costs.copy()  # the engine's go on changing
         event.result = job.result = Result(
             request_id=job.request_id,
@@ -141,6 +157,8 @@ class Loop:
             seed=job.seed,
             rule=job.rule,
             statistics=job.statistics,
+            logprobs=job.logprobs,
+            prompt_logprobs=job.prompt_logprobs,
         )
         self._deliver(job, event)  # before it counts as done: a reader that sees "done" finds the last event
         job.finish_reason = reason
@@ -208,6 +226,8 @@ class Loop:
 
     def _commit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts, times: PassTimes) -> list[Event]:
         """Emit what the verdicts say, bring every cache to the emitted tokens, count, and tell the callers."""
+        for job, rows in scores.read:
+            self._score_prompt(job, rows)
         for job, chunk in zip(plan.reading, plan.chunks, strict=True):
             job.cached += chunk
         emissions = self._emit(plan, drafts, scores, verdicts)
@@ -231,6 +251,14 @@ class Loop:
             else:
                 self._deliver(job, event)
         return [emission.event for emission in emissions if emission.job.error is None]
+
+    def _score_prompt(self, job: Job, rows: Array) -> None:
+        """What the target thought of the prompt's tokens that follow these rows, of which the first is at `cached`."""
+        assert job.prompt_logprobs is not None, f"{job} did not ask for its prompt"
+        begin = job.cached + 1
+        following = job.tokens[begin : min(begin + rows.shape[0], job.num_prompt)]
+        told = token_logprobs(self.target.ops.xp, rows[: len(following), ...], following, job.request.logprobs or 0)
+        job.prompt_logprobs[begin : begin + len(told)] = told
 
     def _land(self, ahead: RunAhead, times: PassTimes) -> None:
         """What was drafted ahead is known; who waited for a draft that failed has its error."""
@@ -259,14 +287,18 @@ class Loop:
                 emissions.append(Emission(job, _silence(job), reason=reason))
                 continue
             try:
-                num_taken, event.text, reason = take(job, tokens)
+                event.pieces, reason = take(job, tokens)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # of the caller's own callback (sys.exit included), or of the tokenizer
                 emissions.append(Emission(job, event, error=error))
                 continue
+            event.text, num_taken = "".join(event.pieces), len(event.pieces)
             if num_taken < len(tokens):
                 event.tokens, event.accepted = tokens[:num_taken], min(accepted[index], num_taken)
+            if job.logprobs is not None:
+                event.logprobs = self._logprobs(job, event.tokens, index, scores, verdicts)
+                job.logprobs += event.logprobs
             job.cached = len(job.tokens) - 1
             if job.first_token is None:
                 job.first_token = now
@@ -281,6 +313,14 @@ class Loop:
                 path = [first + node for node in kept[: num_taken - 1]]
             emissions.append(Emission(job, event, outcome, reason, path=path))
         return emissions
+
+    def _logprobs(
+        self, job: Job, tokens: list[int], index: int, scores: Scores, verdicts: Verdicts
+    ) -> list[TokenLogprob]:
+        """Of a round's tokens: each was decided by the row after the draft before it."""
+        first, xp = sum(scores.counts[:index]), self.target.ops.xp
+        rows = [first, *(first + node + 1 for node in verdicts.kept(index))][: len(tokens)]
+        return token_logprobs(xp, scores.logits[self.target.ops.integers(rows), ...], tokens, job.request.logprobs or 0)
 
     def _keep(self, sound: list[Emission]) -> None:
         """The target's cache returns to what was emitted."""

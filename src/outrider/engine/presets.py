@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.config import MockConfig
 
@@ -23,6 +23,9 @@ def _chosen(temperature: float, top_p: float) -> dict[str, float]:
     return {"temperature": temperature, "top_p": top_p}
 
 
+# Reads any text and answers in words: for trying the server, the page and clients without weights.
+_TEXT = MockConfig(vocab_size=384, text=True, seed=7, sharpness=2.0, num_contexts=8191, eos_ids=(256,))
+
 PRESETS = {
     # A small vocabulary, and a draft that agrees with the target often enough to see every kind of round.
     "mock": Preset(
@@ -35,6 +38,16 @@ PRESETS = {
     "mock-50k": Preset(
         target=MockConfig(vocab_size=50_000, seed=7, sharpness=2.0, num_contexts=61),
         draft=MockConfig(vocab_size=50_000, seed=7, sharpness=2.0, drift=0.5, num_contexts=61),
+        width=4,
+        defaults={"temperature": 0.8},
+    ),
+    "mock-text": Preset(
+        target=_TEXT, draft=replace(_TEXT, drift=0.4), width=4, defaults={"temperature": 0.8}
+    ),
+    # The same at the pace of a real model: a pass of the target takes 10 ms and 0.1 ms per token.
+    "mock-cost": Preset(
+        target=replace(_TEXT, seconds_per_pass=0.01, seconds_per_token=0.0001),
+        draft=replace(_TEXT, drift=0.4, seconds_per_pass=0.0005),
         width=4,
         defaults={"temperature": 0.8},
     ),

@@ -44,7 +44,9 @@ class Room:
         limit = job.limit if self._paged is None else self._scheduler.policy.reserve(job)
         state = job.saved or self._swapped.get(job.id)
         if state is None:
-            return self._target.open(job.tokens, limit, tenant)
+            # Nothing may be known already of a prompt that is to be scored: only what is read has rows.
+            known = job.tokens if job.prompt_logprobs is None or None not in job.prompt_logprobs[1:] else ()
+            return self._target.open(known, limit, tenant)
         if self._paged is None:
             return self._target.load(state)  # None is for want of room, as of `open`
         slot = self._paged.swap_in(state, job.tokens, limit, tenant)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -21,7 +22,7 @@ from outrider.engine.statefile import read_state, write_state
 from outrider.errors import RequestError, SnapshotError
 from outrider.metrics import Statistics
 from outrider.sampling.noise import seed_words
-from outrider.types import Job, Request
+from outrider.types import Job, Request, TokenLogprob
 
 log = logging.getLogger("outrider")
 
@@ -134,6 +135,8 @@ def _of_job(job: Job, target: Backend, now: float) -> dict[str, Any]:
         "times": {name: None if (at := getattr(job, name)) is None else at - now for name in _TIMES},
         "statistics": statistics,
         "state": state,
+        "logprobs": job.logprobs,
+        "prompt_logprobs": job.prompt_logprobs,
     }
 
 
@@ -156,6 +159,11 @@ def _job(data: Mapping[str, Any], intake: Intake, methods: Sequence[str], contex
         setattr(job, name, None if distance is None else now + distance)
     job.request, job.stop_ids, job.words = request, frozenset(data["stop_ids"]), seed_words(job.seed, request.choice)
     job.statistics = _revived(Statistics, data["statistics"])
+    if job.logprobs is not None:
+        job.logprobs = [TokenLogprob(*entry) for entry in data["logprobs"]]
+    if job.prompt_logprobs is not None:
+        told = data["prompt_logprobs"]
+        job.prompt_logprobs = [None if entry is None else TokenLogprob(*entry) for entry in told]
     job.drafters = _drafters(job, methods, engines_own)
     _emit_again(job, tokens)
     return job
@@ -173,13 +181,15 @@ def _drafters(job: Job, methods: Sequence[str], engines_own: tuple[str, ...]) ->
 
 
 def _emit_again(job: Job, tokens: Sequence[int]) -> None:
-    """Text and counts as they were after these tokens."""
+    """Text, counts and grammar as they were after these tokens."""
     for token in tokens[job.num_prompt :]:
         job.tokens.append(token)
         if job.counts is not None:
             job.counts[token] = job.counts.get(token, 0) + 1
         if job.text is not None:
-            job.text.push(token)
+            job.text.push(token, may_stop=len(job.tokens) >= job.min_length)
+        if job.grammar is not None:
+            job.grammar.advance(token)
 
 
 def _plain(value: Any) -> Any:
@@ -193,6 +203,8 @@ def _plain(value: Any) -> Any:
 
 def _revived(kind: Any, value: Any) -> Any:
     """The other way: `kind` is the type the value is declared with."""
+    if isinstance(kind, UnionType):  # X | None
+        kind = next((part for part in get_args(kind) if is_dataclass(part)), None) if isinstance(value, dict) else None
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return kind(**{name: _revived(hints.get(name), entry) for name, entry in value.items()})

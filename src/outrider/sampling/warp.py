@@ -34,6 +34,8 @@ class Controls:
     draft_stream: Array  # [B] int32: the noise a job's draft token is drawn with
     processed: list[int]  # rows with logits processors
     penalised: list[int]  # rows with penalties
+    constrained: list[int]  # rows with a grammar
+    held: list[int]  # rows of requests that may not stop before a certain length
     bias: tuple[Array, Array, Array] | None = None  # rows, ids, values: [M] each
     temperature: Array | None = None  # [R, 1]
     ranked: tuple[Array, Array, Array] | None = None  # rows [r], top_k [r, 1], top_p [r, 1]
@@ -42,7 +44,7 @@ class Controls:
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.processed or self.penalised or self.bias)
+        return bool(self.processed or self.penalised or self.bias or self.constrained or self.held)
 
 
 def build_controls(xp: Any, device: Any, jobs: Sequence[Job], counts: Sequence[int]) -> Controls:
@@ -63,7 +65,10 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job], counts: Sequence[i
     def rows_where(test: Callable[[SamplingParams], object]) -> list[int]:
         if not any(map(test, distinct)):  # asked of each distinct setting first: most batches use few controls
             return []
-        rows: list[int] = np.flatnonzero(np.asarray([bool(test(p)) for p in params])[owner]).tolist()
+        return rows_of([bool(test(p)) for p in params])
+
+    def rows_of(chosen: Sequence[bool]) -> list[int]:
+        rows: list[int] = np.flatnonzero(np.asarray(chosen)[owner]).tolist() if any(chosen) else []
         return rows
 
     def params_of(row: int) -> SamplingParams:
@@ -82,6 +87,8 @@ def build_controls(xp: Any, device: Any, jobs: Sequence[Job], counts: Sequence[i
         draft_stream=xp.asarray(stream, device=device),
         processed=rows_where(lambda p: p.processors),
         penalised=rows_where(lambda p: p.penalised),
+        constrained=rows_of([job.grammar is not None for job in jobs]),
+        held=rows_of([job.min_length > 0 for job in jobs]),
     )
     if ruled := rows_where(lambda p: p.logit_bias or p.banned):
         bias = [(row, token, value) for row in ruled for token, value in _biases(params_of(row))]
@@ -128,6 +135,10 @@ def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shape
     if controls.bias is not None:
         rows, ids, values = controls.bias
         x[rows, ids] = x[rows, ids] + values
+    if controls.held:
+        _hold(xp, x, controls.held, history)
+    if controls.constrained:
+        _constrain(xp, x, controls.constrained, history, faults)
     peak = xp.max(x, axis=-1, keepdims=True)
     usable = xp.isfinite(peak)
     if not usable.all():  # a NaN anywhere in a row makes its maximum NaN
@@ -202,6 +213,36 @@ def _penalise(xp: Any, x: Array, rows: Sequence[int], history: History) -> None:
     values -= presence * xp.astype(times > 0, xp.float32)
     values -= frequency * times
     x[where] = values
+
+
+def _hold(xp: Any, x: Array, rows: Sequence[int], history: History) -> None:
+    """No stop id before the answer has the length it must have, in place."""
+    for row in rows:
+        job, ancestors = history(row)
+        if len(job.tokens) + len(ancestors) < job.min_length and job.stop_ids:
+            x[row, xp.asarray(sorted(job.stop_ids), dtype=xp.int64, device=x.device)] = -xp.inf
+
+
+def _constrain(xp: Any, x: Array, rows: Sequence[int], history: History, faults: dict[int, OutriderError]) -> None:
+    """Rule out what the grammar does not let follow, in place. Rows after a forbidden draft are of a text that never
+    will be: they are left as they are."""
+    at: list[int] = []
+    masks: list[Array] = []
+    for row in rows:
+        job, ancestors = history(row)
+        assert job.grammar is not None, "a constrained job without a grammar"
+        try:
+            mask = job.grammar.allowed(ancestors)
+        except OutriderError as error:
+            faults[row] = error
+            continue
+        if mask is not None:
+            at.append(row)
+            masks.append(mask)
+    if at:
+        where = xp.asarray(at, dtype=xp.int64, device=x.device)
+        may = xp.asarray(np.stack(masks), device=x.device)
+        x[where, ...] = xp.where(may, x[where, ...], -xp.inf)
 
 
 def _keep_ranked(xp: Any, x: Array, top_k: Array, top_p: Array) -> Array:
@@ -279,5 +320,6 @@ def _diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
     if bool(xp.any(xp.isnan(row))) or bool(xp.max(row) > 0):
         return RequestError("a logits processor returned NaN or infinity; return finite logits", param="processors")
     return RequestError(
-        "banned ids, logit bias or processors leave no token to choose from; allow at least one", param="banned"
+        "banned ids, logit bias, min_tokens, a constraint or processors leave no token to choose from; allow at least one",
+        param="banned",
     )

@@ -21,14 +21,34 @@ def score(target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = (
         scores = target.score(spans, hidden) if hidden else target.score(spans)  # a simple model knows no hidden states
         if not isinstance(scores, Scores):
             raise BackendError(f"score() must return Scores, got {type(scores).__name__}")
-        scores.counts = [rows for rows in spans.rows if rows]
         scores.fed = spans.counts
         expected, shape = (sum(spans.rows), info.num_columns), tuple(scores.logits.shape)
         if shape != expected:
             raise BackendError(f"the target returned rows of shape {shape}, wanted {expected}", param="logits")
         if info.num_columns != info.vocab_size:
             scores.logits = scores.logits[:, : info.vocab_size]  # padding columns stand for no token
+    scores.counts = _rows(target, drafts)
+    if sum(scores.counts) != sum(spans.rows):
+        _set_apart(target, plan, spans, scores)
     return scores
+
+
+def _rows(target: Backend, drafts: Drafts) -> list[int]:
+    """Rows of each deciding job: one after its own tokens and one after each draft that is fed."""
+    return [count + 1 for count in drafts.counts] if target.info.max_rewind != 0 else [1] * len(drafts.counts)
+
+
+def _set_apart(target: Backend, plan: Plan, spans: Spans, scores: Scores) -> None:
+    """Rows of prompts that are to be scored go to `scores.read`; those that judge stay."""
+    judging: list[int] = []
+    wanted = [0] * len(plan.reading) + scores.counts
+    start = 0
+    for job, rows, needed in zip(plan.jobs, spans.rows, wanted, strict=True):
+        if rows > needed:
+            scores.read.append((job, scores.logits[start : start + rows - needed, ...]))
+        judging += range(start + rows - needed, start + rows)
+        start += rows
+    scores.logits = scores.logits[target.ops.integers(judging), ...]
 
 
 def judge(target: Backend, plan: Plan, drafts: Drafts, scores: Scores) -> Verdicts:
@@ -88,7 +108,7 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         slots.append(slot_of(job))
         starts.append(job.cached)
         counts.append(chunk)
-        rows.append(0)
+        rows.append(chunk if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1 else 0)
     for index, (job, proposal) in enumerate(zip(plan.deciding, drafts.proposals(), strict=True)):
         ahead = proposal if info.max_rewind != 0 else []
         if index in drafts.parents:
@@ -101,6 +121,8 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         starts.append(job.cached)
         counts.append(len(job.tokens) - job.cached + len(ahead))
         rows.append(len(ahead) + 1)
+        if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1:  # the end of the prompt is in here
+            rows[-1] = counts[-1]
     return Spans(slots, starts, counts, rows, target.ops.integers(fed), parents)
 
 

@@ -5,7 +5,8 @@ What drafters hand over is checked here, and what they raise becomes the error o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock
@@ -13,14 +14,17 @@ from outrider.draft.base import Drafter
 from outrider.draft.join import Part, join
 from outrider.errors import ConfigError, DraftError
 from outrider.spec.blame import blaming
-from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+from outrider.types import Drafts, Grammar, Job, Plan, Scores, Verdicts
 
 
 class Router:
     """The drafters of an engine. `method` is what a request gets that names none: one of them, or a list of them with
     commas, of which the first that has something to say drafts."""
 
-    def __init__(self, drafters: Sequence[Drafter], target: ModelInfo, clock: Clock) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], target: ModelInfo, clock: Clock, inner: Sequence[Drafter] = ()
+    ) -> None:
+        """inner: drafters that no request names; the engine itself puts them before others."""
         for drafter in drafters:
             _check_drafter(drafter, target)
         self.drafters = {drafter.name: drafter for drafter in drafters}
@@ -29,14 +33,14 @@ class Router:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"the draft names {twice} twice; leave one out", param="draft")
         self.method = ",".join(self.drafters) or "none"
+        self.methods = ("none", *self.drafters)  # what requests may ask for, by itself or several with commas
+        for drafter in inner:
+            if drafter.name in self.drafters:
+                raise ConfigError(f"a drafter cannot be called {drafter.name}; choose another name", param="draft")
+            self.drafters[drafter.name] = drafter
         self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.hidden}))
         self.seconds: dict[str, float] = {}  # that each drafter took in this round
         self._clock = clock
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """What requests may ask for, by itself or several with commas."""
-        return ("none", *self.drafters)
 
     def lag(self, job: Job, drafter: str) -> int:
         """Tokens the drafter must still read before it can propose for the job."""
@@ -82,6 +86,8 @@ class Router:
         except DraftError as error:
             drafts = Drafts([0] * len(jobs), target.ops.integers([]))
             drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
+        if drafts.probs is None and any(job.grammar is not None for job in jobs):
+            drafts = _cut(target, jobs, drafts)
         drafts.makers = [name if count else "" for count in drafts.counts]
         self._charge(name, started)
         return drafts
@@ -114,6 +120,27 @@ class Router:
 
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
+
+
+def _cut(target: Backend, jobs: Sequence[Job], drafts: Drafts) -> Drafts:
+    """Chains that are certain end before the first token that their job's constraint forbids: it would be refused.
+
+    Only those: a sampled token must be judged, whatever it is.
+    """
+    kept = []
+    for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
+        if job.grammar is not None and index not in drafts.parents and index not in drafts.faults:
+            proposal = proposal[: next(_forbidden(job.grammar, proposal), len(proposal))]
+        kept.append(proposal)
+    tokens = target.ops.integers([token for proposal in kept for token in proposal])
+    return replace(drafts, counts=[len(proposal) for proposal in kept], tokens=tokens, _proposals=None)
+
+
+def _forbidden(grammar: Grammar, proposal: Sequence[int]) -> Iterator[int]:
+    for place, token in enumerate(proposal):
+        mask = grammar.allowed(proposal[:place])
+        if mask is None or not mask[token]:
+            yield place
 
 
 def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:

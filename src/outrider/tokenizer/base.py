@@ -79,8 +79,9 @@ class TextStream:
         """Everything shown so far."""
         return "".join(self._shown)
 
-    def push(self, token: int) -> str:
-        return self._release(self._decode(self._token_bytes(token)))
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that may be shown now; without `may_stop` no stop string is looked for in it."""
+        return self._release(self._decode(self._token_bytes(token)), may_stop)
 
     def finish(self) -> str:
         """What was held back becomes text: no stop string came of it. Half a character becomes U+FFFD."""
@@ -92,8 +93,8 @@ class TextStream:
             self._shown.append(rest)
         return rest
 
-    def _release(self, new: str) -> str:
-        if self._stop:
+    def _release(self, new: str, may_stop: bool) -> str:
+        if self._stop and may_stop:
             new = self._held + new
             starts = [at for at in (new.find(stop) for stop in self._stop) if at >= 0]
             if starts:
