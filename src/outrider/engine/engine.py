@@ -106,6 +106,7 @@ class Engine:
         threads: int | None = None,
         context: int | None = None,
         cache_tokens: int | None = None,
+        cache_bytes: int | None = None,
         strict: bool = False,
         max_batch: int = 64,
         prefill_chunk: int = 512,
@@ -141,6 +142,7 @@ class Engine:
                 threads=threads,
                 context=context,
                 cache_tokens=cache_tokens,
+                cache_bytes=cache_bytes,
                 strict=strict,
             ),
             scheduling=scheduling or SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk, policy=policy),
@@ -203,6 +205,10 @@ class Engine:
         """The answer as it is made: an iterator of events, one per round."""
         return Stream(self, self._submit([prompt], settings, streaming=True)[0])
 
+    def open_streams(self, prompts: Sequence[Prompt | Request], **settings: Any) -> list[Stream]:
+        """Streams of several requests that begin together, or not at all when one of them is refused."""
+        return [Stream(self, job) for job in self._submit(prompts, settings, streaming=True)]
+
     async def astream(self, prompt: Prompt | Request, **settings: Any) -> AsyncIterator[Event]:
         """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
@@ -212,7 +218,7 @@ class Engine:
             self._drive_in_background(job)
             while True:
                 ready.clear()
-                event, is_over = _poll(job)
+                event, is_over = self.poll(job)
                 if event is not None:
                     yield event
                 elif is_over:
@@ -260,10 +266,21 @@ class Engine:
     def next_event(self, job: Job) -> Event | None:
         """The next event of a streaming job, driving the loop as long as nobody else does; None after the last."""
         while True:
-            event, is_over = _poll(job)
+            event, is_over = self.poll(job)
             if event is not None or is_over:
                 return event
             self._step_for(job)
+
+    def poll(self, job: Job) -> tuple[Event | None, bool]:
+        """The event that can be read now, if any, and whether none will follow. Raises the job's error after its
+        events."""
+        assert job.outbox is not None, f"{job} is not streaming"
+        is_over = job.done  # asked first: what is done has its last event in the outbox
+        if job.outbox:
+            return job.outbox.popleft(), False
+        if is_over and job.error is not None:
+            raise job.error
+        return None, is_over
 
     def _step_for(self, job: Job) -> None:
         """Take a step, unless another caller's step serves the job first: hence the short wait, and the second look."""
@@ -408,6 +425,11 @@ class Engine:
         return self.loop.router.methods
 
     @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Settings of a prompt that does not bring its own."""
+        return self._defaults
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         return self._is_open
@@ -451,17 +473,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _poll(job: Job) -> tuple[Event | None, bool]:
-    """The event that can be read now, if any, and whether none will follow. Raises the job's error after its events."""
-    assert job.outbox is not None, f"job {job.id} is not streaming"
-    is_over = job.done  # asked first: what is done has its last event in the outbox
-    if job.outbox:
-        return job.outbox.popleft(), False
-    if is_over and job.error is not None:
-        raise job.error
-    return None, is_over
 
 
 def _called_back() -> RequestError:

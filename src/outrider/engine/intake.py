@@ -174,7 +174,11 @@ class Intake:
             raise RequestError("a constraint needs a tokenizer; give the engine one", param="constraint")
         if self._grammars is None:
             tokenizer, info = self._tokenizer, self._info
-            encode = partial(tokenizer.encode, add_special=False) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode
+            encode = (
+                partial(tokenizer.encode, add_special=False)
+                if isinstance(tokenizer, ChatTokenizer)
+                else tokenizer.encode
+            )
             self._grammars = Grammars(tokenizer.token_bytes, encode, info.vocab_size, info.eos_ids)
         return self._grammars.matcher(constraint)
 

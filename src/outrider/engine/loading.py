@@ -153,8 +153,9 @@ def _backend(
 def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
     """Models that transformers runs for us."""
     device = _device(config)
-    if config.cache_tokens is not None:
-        raise ConfigError("the hf backend sizes its own caches; leave cache_tokens out", param="cache_tokens")
+    for name in ("cache_tokens", "cache_bytes"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"the hf backend sizes its own caches; leave {name} out", param=name)
     if find_spec("transformers") is None:
         raise MissingPackageError("the hf backend needs transformers; install it with pip install 'outrider[hf]'")
     from outrider.backends.hf import HFBackend
@@ -197,6 +198,15 @@ def _pages(specs: Sequence[TransformerSpec], weights: int, config: ModelConfig, 
         return Pages(-(-config.cache_tokens // size), size)
     values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
     number = dtype_for(device).itemsize
+    if config.cache_bytes is not None:
+        num_pages = config.cache_bytes // (values * number * size)
+        if num_pages < 1:
+            raise ConfigError(
+                f"cache_bytes={config.cache_bytes} is less than a page of {size} tokens; give at least "
+                f"{values * number * size}",
+                param="cache_bytes",
+            )
+        return Pages(num_pages, size)
     spare = max(0, free_memory(device) - weights * number)
     affordable = int(MEMORY_SHARE * spare) // (values * number * size)
     pages_of_a_context = -(-min(specs[0].context, config.context or specs[0].context) // size)

@@ -41,9 +41,7 @@ PRESETS = {
         width=4,
         defaults={"temperature": 0.8},
     ),
-    "mock-text": Preset(
-        target=_TEXT, draft=replace(_TEXT, drift=0.4), width=4, defaults={"temperature": 0.8}
-    ),
+    "mock-text": Preset(target=_TEXT, draft=replace(_TEXT, drift=0.4), width=4, defaults={"temperature": 0.8}),
     # The same at the pace of a real model: a pass of the target takes 10 ms and 0.1 ms per token.
     "mock-cost": Preset(
         target=replace(_TEXT, seconds_per_pass=0.01, seconds_per_token=0.0001),

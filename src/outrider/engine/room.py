@@ -42,11 +42,13 @@ class Room:
         """A slot for a job that is let in, with whatever is known of its tokens."""
         tenant = job.request.tenant
         limit = job.limit if self._paged is None else self._scheduler.policy.reserve(job)
+        if job.prompt_logprobs is not None and None in job.prompt_logprobs[1:]:
+            # Of a prompt that is to be scored nothing may be known already: only what is read has rows.
+            self.forget(job)
+            return self._target.open((), limit, tenant)
         state = job.saved or self._swapped.get(job.id)
         if state is None:
-            # Nothing may be known already of a prompt that is to be scored: only what is read has rows.
-            known = job.tokens if job.prompt_logprobs is None or None not in job.prompt_logprobs[1:] else ()
-            return self._target.open(known, limit, tenant)
+            return self._target.open(job.tokens, limit, tenant)
         if self._paged is None:
             return self._target.load(state)  # None is for want of room, as of `open`
         slot = self._paged.swap_in(state, job.tokens, limit, tenant)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from outrider.types import Event, Job
+from outrider.types import Event, Job, Result, Rule
 
 
 class Driver(Protocol):
@@ -15,6 +16,8 @@ class Driver(Protocol):
     def retire(self, job: Job) -> None: ...
 
     def interrupt(self, job: Job) -> None: ...
+
+    def poll(self, job: Job) -> tuple[Event | None, bool]: ...
 
 
 class Stream:
@@ -33,6 +36,46 @@ class Stream:
         if event is None:
             raise StopIteration
         return event
+
+    def poll(self) -> tuple[Event | None, bool]:
+        """For readers that must not wait: the event that is there, if any, and whether none will follow."""
+        return self._engine.poll(self._job)
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, whenever there is something to `poll`. Poll once after this."""
+        self._job.wake = wake
+
+    @property
+    def tokens(self) -> list[int]:
+        """Emitted so far."""
+        return self._job.output
+
+    @property
+    def text(self) -> str:
+        """Of the tokens so far, as far as it may be shown."""
+        return "" if self._job.text is None else self._job.text.text
+
+    @property
+    def is_over(self) -> bool:
+        return self._job.done
+
+    @property
+    def result(self) -> Result | None:
+        """The answer, when it is over."""
+        return self._job.result
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there is no answer."""
+        return self._job.error
+
+    @property
+    def seed(self) -> int:
+        return self._job.seed
+
+    @property
+    def rule(self) -> Rule:
+        return self._job.rule
 
     def cancel(self) -> None:
         """From any thread: the request ends within the present round, and the last event says so."""

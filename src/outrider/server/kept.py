@@ -1,0 +1,132 @@
+"""Requests by the id their client knows, while they run and for a time afterwards.
+
+A client whose connection is gone asks here for its tokens: because the server was started again and went on with the
+request, or because the last bytes never arrived. Only the caller who made a request finds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.server.ticket import Ticket
+
+MOST = 10_000  # requests remembered
+
+
+@dataclass(slots=True)
+class Record:
+    """One request of a client. Its choices run as tickets, or are over: then they are plain data."""
+
+    id: str
+    kind: str  # chat.completion or text_completion
+    tenant: str
+    user: str | None
+    created: int
+    choices: list[Ticket | dict[str, Any]]
+    ended: float | None = None  # when it was seen to be over
+
+    @property
+    def is_over(self) -> bool:
+        return all(not isinstance(choice, Ticket) or choice.stream.is_over for choice in self.choices)
+
+    def view(self) -> dict[str, Any]:
+        """As clients see it."""
+        choices = [_view(index, choice) for index, choice in enumerate(self.choices)]
+        return {
+            "id": self.id,
+            "object": "request",
+            "kind": self.kind,
+            "created": self.created,
+            "user": self.user,
+            "status": "done" if self.is_over else "running",
+            "choices": choices,
+        }
+
+
+class Kept:
+    """`keep_s`: how long a request that is over can be asked for."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._records: OrderedDict[str, Record] = OrderedDict()  # the oldest first
+        self._pruned = 0.0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._records
+
+    def add(self, record: Record) -> None:
+        self._prune()
+        self._records[record.id] = record
+
+    def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
+        """What is known of a request of this caller."""
+        record = self._of(request_id, tenant)
+        return None if record is None else record.view()
+
+    def cancel(self, request_id: str, tenant: str) -> bool:
+        """End a request that runs; False when there is none of this caller."""
+        record = self._of(request_id, tenant)
+        if record is None:
+            return False
+        for choice in record.choices:
+            if isinstance(choice, Ticket):
+                choice.cancel()
+        return True
+
+    def _of(self, request_id: str, tenant: str) -> Record | None:
+        self._prune()
+        record = self._records.get(request_id)
+        return record if record is not None and record.tenant == tenant else None
+
+    def _prune(self) -> None:
+        """Forget what is over for long enough, and the oldest of too many. Looked at once a second."""
+        now = time.monotonic()
+        if now - self._pruned < 1.0 and len(self._records) < MOST:
+            return
+        self._pruned = now
+        for record in list(self._records.values()):
+            if record.ended is None and record.is_over:
+                record.ended = now
+            is_old = record.ended is not None and now - record.ended > self._keep_s
+            if is_old or (record.ended is not None and len(self._records) >= MOST):
+                del self._records[record.id]
+
+    def notes(self) -> list[dict[str, Any]]:
+        """Everything as plain data, for a snapshot: a running choice is the id that the engine knows it by."""
+        return [
+            {
+                **{name: getattr(record, name) for name in ("id", "kind", "tenant", "user", "created")},
+                "choices": [
+                    choice.request_id
+                    if isinstance(choice, Ticket) and not choice.stream.is_over
+                    else _view(index, choice)
+                    for index, choice in enumerate(record.choices)
+                ],
+            }
+            for record in self._records.values()
+        ]
+
+    def restore(self, notes: Sequence[Mapping[str, Any]], tickets: Mapping[str, Ticket]) -> None:
+        """What `notes` gave, with the tickets of what goes on."""
+        for note in notes:
+            choices = [tickets[choice] if isinstance(choice, str) else choice for choice in note["choices"]]
+            self.add(Record(**{**note, "choices": choices}))
+
+
+def _view(index: int, choice: Ticket | dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(choice, Ticket):
+        return choice
+    stream, result, error = choice.stream, choice.stream.result, choice.stream.error
+    return {
+        "index": index,
+        "text": stream.text if result is None else result.text,
+        "token_ids": stream.tokens,
+        "finish_reason": None if result is None else str(result.finish_reason),
+        "error": None if error is None else str(error),
+        "seed": stream.seed,
+        "accept": stream.rule,
+    }
