@@ -148,7 +148,7 @@ REQUESTS = [
         RequestError,
         "invalid_request",
         "banned",
-        "banned ids, logit bias or processors leave no token",
+        "bans, logit bias, min_tokens, a constraint or processors leave no token",
         lambda e: e.generate([1], banned=range(8)),
     ),
     refuses(

@@ -20,7 +20,7 @@ RANK = {
     "draft": 3,
     **dict.fromkeys(("spec", "sched"), 4),
     "engine": 5,
-    "bench": 6,
+    **dict.fromkeys(("bench", "server"), 6),
     "cli": 7,
 }
 

@@ -226,7 +226,15 @@ def mock_tokenizer(vocab_size: int, *, text: bool = False) -> PieceTokenizer:
     return PieceTokenizer(pieces[:vocab_size])
 
 
-WORDS = ["the", "rider", "rode", "ahead", "and", "saw", "a", "far", "river", "hill", "road", "under", "open", "sky", "scout", "horse", "back", "with", "light", "rain", "of", "to", "in", "on", "at", "by", "for", "from", "was", "were", "is", "are", "it", "he", "she", "they", "we", "you", "his", "her", "their", "our", "that", "this", "when", "then", "there", "where", "who", "one", "two", "three", "many", "some", "all", "no", "not", "never", "always", "often", "once", "again", "still", "soon", "late", "early", "morning", "evening", "night", "day", "dawn", "dusk", "wind", "storm", "snow", "sun", "moon", "star", "stone", "field", "wood", "tree", "leaf", "grass", "path", "bridge", "gate", "wall", "town", "house", "fire", "smoke", "bread", "water", "salt", "song", "word", "story", "letter", "map", "mile", "hour", "year", "friend", "stranger", "guide", "voice", "hand", "eye", "heart", "foot", "step", "track", "trail", "camp", "rope", "knife", "bell", "lamp", "door", "window", "table", "room", "quiet", "slow", "quick", "long", "short", "old", "young", "bright", "dark", "cold", "warm", "deep", "high", "wide"]
+WORDS = """
+the rider rode ahead and saw a far river hill road under open sky scout horse back with light rain of to in on
+at by for from was were is are it he she they we you his her their our that this when then there where who one
+two three many some all no not never always often once again still soon late early morning evening night day
+dawn dusk wind storm snow sun moon star stone field wood tree leaf grass path bridge gate wall town house fire
+smoke bread water salt song word story letter map mile hour year friend stranger guide voice hand eye heart
+foot step track trail camp rope knife bell lamp door window table room quiet slow quick long short old young
+bright dark cold warm deep high wide
+""".split()  # noqa: SIM905
 
 
 class ByteTokenizer(PieceTokenizer):

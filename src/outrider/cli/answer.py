@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,17 +104,8 @@ def ask(
     watch: Callable[[Stream, Event], None] | None = None,
 ) -> Answer:
     """Ask, and follow the answer. `watch` is told of every round."""
-    pieces: list[str] = []  # of the round's tokens: an event has their text in one
-
-    def watched(stream: Stream, event: Event) -> None:
-        pieces.clear()
-        if watch is not None:
-            watch(stream, event)
-
-    stream = engine.stream(
-        tokens, **_with_length(engine, tokens, settings), on_token=lambda _, piece: pieces.append(piece)
-    )
-    return follow(engine, stream, load_s, show=show, pieces=pieces, watch=watched)
+    stream = engine.stream(tokens, **_with_length(engine, tokens, settings))
+    return follow(engine, stream, load_s, show=show, watch=watch)
 
 
 def follow(
@@ -123,7 +114,6 @@ def follow(
     load_s: float,
     *,
     show: bool,
-    pieces: Sequence[str] = (),
     watch: Callable[[Stream, Event], None] | None = None,
 ) -> Answer:
     """Show what comes and take the time. Ctrl-C ends the answer and not the program."""
@@ -136,7 +126,7 @@ def follow(
                 first = (time.perf_counter(), len(event.tokens))
             num_tokens += len(event.tokens)
             if show:
-                _write(event, pieces)
+                tint(event.text, len("".join(event.pieces[: event.accepted])))
             if watch is not None:
                 watch(stream, event)
     assert event.result is not None, "the last event carries the result"
@@ -172,13 +162,12 @@ def _with_length(engine: Engine, tokens: list[int], settings: Mapping[str, Any])
     return {**settings, "max_tokens": max(1, min(USUAL_LENGTH, engine.info.context - len(tokens)))}
 
 
-def _write(event: Event, pieces: Sequence[str]) -> None:
-    """A round's text, what was drafted and kept in another colour."""
-    kept = "".join(pieces[: event.accepted])
-    if kept:
+def tint(text: str, num_kept: int) -> None:
+    """A round's text: its first letters were drafted and kept, and get another colour."""
+    if num_kept:
         colour = False if "NO_COLOR" in os.environ else None  # None: only on a terminal
-        typer.secho(kept, fg="green", nl=False, color=colour)
-    typer.echo(event.text[len(kept) :], nl=False)
+        typer.secho(text[:num_kept], fg="green", nl=False, color=colour)
+    typer.echo(text[num_kept:], nl=False)
     sys.stdout.flush()
 
 

@@ -163,6 +163,53 @@ def show_batch(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | 
             typer.echo(f"{reading.name:<46}{reading.median:>9.2f}  ({reading.low:.2f} - {reading.high:.2f})")
 
 
+def show_load(
+    quick: bool, as_json: bool, model: str = "mock-cost", clients: int | None = None, seconds: float | None = None
+) -> None:
+    """Many clients at a server of its own, every token checked."""
+    from outrider.bench.load import Scene, under_load
+
+    scene = Scene(model, clients or (20 if quick else 200), seconds or (10.0 if quick else 120.0))
+    typer.secho(f"{scene.clients} clients for {scene.seconds:g} s on {scene.model}", dim=True, err=True)
+    report = under_load(scene)
+    if as_json:
+        typer.echo(json.dumps({**asdict(report), "is_good": report.is_good}))
+    else:
+        typer.echo(
+            f"{report.requests} requests: {report.whole} whole, {report.left} left in the middle, "
+            f"{report.refused} refused (429); {report.tokens} tokens, {report.tokens_per_second:.0f} tokens/s"
+        )
+        pages = "" if report.pages_held is None else f", {report.pages_held:.0f} pages held"
+        typer.echo(f"afterwards {report.still_open:.0f} requests open{pages}")
+        typer.echo(f"event loop late: p99 below {report.delay_p99_below * 1e3:g} ms")
+        typer.echo(f"memory since the first quarter: {report.memory_growth / 1e6:+.1f} MB")
+        for what, said in (("wrong", report.wrong), ("failed", report.problems)):
+            typer.echo(f"{len(said)} {what}" + (f", first: {said[0]}" if said else ""))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+def show_server(quick: bool, as_json: bool, model: str = "mock-cost", clients: int | None = None) -> None:
+    """The same requests through a server and without it."""
+    from statistics import median
+
+    from outrider.bench.load import throughput
+
+    readings = []
+    for reading in throughput(model, clients or 16, 32 if quick else 128, 2 if quick else 5):
+        readings.append(reading)
+        if as_json:
+            typer.echo(json.dumps({**asdict(reading), "ratio": reading.ratio}))
+        else:
+            typer.echo(
+                f"{reading.clients} clients: server {reading.server:.1f} tokens/s, engine {reading.engine:.1f}: "
+                f"{reading.ratio:.3f}"
+            )
+    if not as_json:
+        ratios = sorted(reading.ratio for reading in readings)
+        typer.echo(f"server over engine: {median(ratios):.3f} ({ratios[0]:.3f} - {ratios[-1]:.3f})")
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "engine": show_engine,
     "model": show_model,
@@ -172,4 +219,6 @@ BENCHES: dict[str, Callable[..., None]] = {
     "policies": show_policies,
     "ahead": show_ahead,
     "batch": show_batch,
+    "load": show_load,
+    "server": show_server,
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import typer
 
-from outrider.cli.answer import ask, load, summarise
-from outrider.errors import RequestError
+from outrider.cli.answer import Answer, ask, load, summarise
+from outrider.errors import NotReadyError, RequestError
 
 HELP = """/reset   forget the conversation
 /system TEXT   set what the model is told before it, and begin anew
@@ -19,15 +19,48 @@ HELP = """/reset   forget the conversation
 Ctrl-C stops an answer; what was said so far stays."""
 
 
-def converse(loading: Mapping[str, Any], settings: Mapping[str, Any], system: str | None) -> None:
+Message = dict[str, str]
+
+
+class Partner(Protocol):
+    """Who answers."""
+
+    name: str
+
+    def ask(self, messages: list[Message]) -> str:
+        """Show the answer as it comes, and return it."""
+
+    def summarise(self) -> None:
+        """Tell what the last answer took."""
+
+
+class LocalPartner:
+    """A model in this process."""
+
+    def __init__(self, loading: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self._engine = load(loading)
+        self._settings = settings
+        self._last: Answer | None = None
+        self.name = self._engine.info.name
+        self._engine.encode_chat(
+            [{"role": "user", "content": "?"}]
+        )  # one that cannot chat says so before anybody types
+
+    def ask(self, messages: list[Message]) -> str:
+        self._last = ask(self._engine, self._engine.encode_chat(messages), self._settings, 0.0, show=True)
+        return self._last.result.text
+
+    def summarise(self) -> None:
+        if self._last is not None:
+            summarise(self._last)
+
+
+def converse(partner: Partner, system: str | None) -> None:
     """The command `chat`."""
-    engine = load(loading)
     talk = Talk(system)
-    engine.encode_chat(talk.with_question("?"))  # a model that cannot chat says so before anybody types
     if sys.stdin.isatty():
         _edit_lines()
-        typer.secho(f"{engine.info.name}. /help lists what can be typed.", dim=True, err=True)
-    last = None
+        typer.secho(f"{partner.name}. /help lists what can be typed.", dim=True, err=True)
     while (line := _read()) is not None:
         word, _, rest = line.partition(" ")
         if word in ("/exit", "/quit"):
@@ -39,16 +72,16 @@ def converse(loading: Mapping[str, Any], settings: Mapping[str, Any], system: st
         elif word == "/system":
             talk = Talk(rest or None)
         elif word == "/stats":
-            summarise(last) if last is not None else typer.secho("nothing was said yet", dim=True, err=True)
+            partner.summarise() if talk.turns else typer.secho("nothing was said yet", dim=True, err=True)
         elif word.startswith("/"):
             typer.secho(f"there is no {word}; /help lists what there is", dim=True, err=True)
         elif line:
             try:
-                last = ask(engine, engine.encode_chat(talk.with_question(line)), settings, 0.0, show=True)
-            except RequestError as error:  # too long, most of the time: the conversation is not lost for it
+                said = partner.ask(talk.with_question(line))
+            except (RequestError, NotReadyError) as error:  # too long, most of the time: the conversation is not lost
                 typer.secho(f"{error.message}; /reset begins anew", fg="red", err=True)
                 continue
-            talk.turns += [("user", line), ("assistant", last.result.text)]
+            talk.turns += [("user", line), ("assistant", said)]
 
 
 class Talk:
@@ -58,7 +91,7 @@ class Talk:
         self.system = system
         self.turns: list[tuple[str, str]] = []
 
-    def with_question(self, question: str) -> list[dict[str, str]]:
+    def with_question(self, question: str) -> list[Message]:
         """The messages that ask for the next answer."""
         turns = [*self.turns, ("user", question)]
         if self.system is not None:

@@ -101,6 +101,8 @@ def resume(
 @app.command()
 def chat(
     model: given.Model = given.DEFAULT,
+    url: Annotated[str | None, typer.Option(help="Talk with a server instead of loading a model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For --url.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     backend: given.BackendName = "auto",
     device: given.Device = "auto",
@@ -121,12 +123,17 @@ def chat(
     context: given.Context = None,
 ) -> None:
     """Talk with a model. /help lists what else can be typed; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
-    from outrider.cli.conversation import converse
+    from outrider.cli.conversation import LocalPartner, Partner, converse
+    from outrider.cli.remote import RemotePartner
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    converse(
-        given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context), settings, system
-    )
+    loading = given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context)
+    partner: Partner
+    if url is None:
+        partner = LocalPartner(loading, settings)
+    else:
+        partner = RemotePartner(url, api_key, loading, settings)
+    converse(partner, system)
 
 
 @app.command()
@@ -177,9 +184,9 @@ def serve(
         SchedulerConfig(
             max_batch=max_batch,
             policy=policy,
-            preempt=preempt,
+            preempt=preempt,  # type: ignore[arg-type]
             max_queue=max_queue,
-            max_length=max_length,  # type: ignore[arg-type]
+            max_length=max_length,
         ),
         name=name or serving.model_name(model),
         place={"host": host, "port": port, "snapshot_dir": snapshot_dir, "drain_s": drain},
@@ -239,10 +246,11 @@ def bench(
             "methods: acceptance and speed of every way to draft by kind of work. lookups: what ngram and suffix cost. "
             "width: the grid on which auto must never be slower. policies: waiting times of every policy on a trace. "
             "batch: requests together beside one by one. ahead: what running ahead brings. "
+            "load: many clients at a server, every token checked. server: the same work with a server and without. "
             "Left out: engine, or model with --model."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="For model, methods, batch and ahead.")] = None,
+    model: Annotated[str | None, typer.Option(help="For model, methods, batch, ahead, load and server.")] = None,
     draft: Annotated[
         str | None, typer.Option(help="For methods: what to compare, with commas. For ahead: a draft model.")
     ] = None,
@@ -254,6 +262,8 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help="For methods: JSON lines with `category` and `turns`, instead of our own.")
     ] = None,
+    clients: Annotated[int | None, typer.Option(help="For load and server: how many at once.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="For load: how long.", min=1)] = None,
     quick: Annotated[bool, typer.Option(help="Fewer tokens and repeats.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False,
     threads: given.Threads = None,
@@ -265,13 +275,15 @@ def bench(
     if what not in benches.BENCHES:
         raise typer.BadParameter(f"choose one of {', '.join(benches.BENCHES)}, got {what!r}", param_hint="WHAT")
     options: dict[str, Any] = {"model": model, "draft": draft, "prompts": prompts, "threads": threads}
-    options |= {"trace": trace, "load": load, "plot": plot}
+    options |= {"trace": trace, "load": load, "plot": plot, "clients": clients, "seconds": seconds}
     takes = {
         "model": ("model", "threads"),
         "methods": ("model", "draft", "prompts", "threads"),
         "policies": ("trace", "load", "plot"),
         "ahead": ("model", "draft", "threads"),
         "batch": ("model", "threads"),
+        "load": ("model", "clients", "seconds"),
+        "server": ("model", "clients"),
     }.get(what, ())
     for name, value in options.items():
         if value is not None and name not in takes:

@@ -320,6 +320,6 @@ def _diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
     if bool(xp.any(xp.isnan(row))) or bool(xp.max(row) > 0):
         return RequestError("a logits processor returned NaN or infinity; return finite logits", param="processors")
     return RequestError(
-        "banned ids, logit bias, min_tokens, a constraint or processors leave no token to choose from; allow at least one",
+        "bans, logit bias, min_tokens, a constraint or processors leave no token to choose from; allow at least one",
         param="banned",
     )

@@ -143,7 +143,7 @@ class Process:
         log.info("%d requests were saved to %s", count, path)
         self._worker.suspend(
             NotReadyError(
-                "the server is going down and has saved this request; when it is back, GET /v1/requests/{id} has its tokens"
+                "the server goes down and has saved this request; when it is back, GET /v1/requests/{id} has its tokens"
             )
         )
 

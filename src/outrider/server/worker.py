@@ -3,7 +3,7 @@
     event loop   submit ..... Ticket: async for event in ticket ..... cancel
     worker       step, step, step: after each, ONE call wakes the loop for all tickets that have something to read
 
-The event loop never waits for a step. An engine that dies tells every waiter, and whoever asked to be told (`on_death`).
+The event loop never waits for a step. An engine that dies tells every waiter, and whoever set `on_death`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""`python -m outrider` is the command line."""
+
+from outrider.cli.main import main
+
+main()
