@@ -5,13 +5,24 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test lint format real identity serving proofs bench clean
+.PHONY: run test test-page load lint format real identity serving proofs bench clean
 
 run: .venv/.torch       ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
 
 test: lint              ## lint, types and tests
 	$(BIN)/python -m pytest -n auto
+
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+test-page: .venv/.page  ## the page in a headless Chromium (CHROMIUM=path; Debian: apt install chromium)
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -m slow tests/test_page.py
+
+load: .venv/.dev        ## 200 clients for two minutes on a mock, 16 on the default model; every token checked
+	$(BIN)/outrider bench load
+	$(BIN)/outrider bench load --model smollm2 --clients 16 --seconds 60
+	$(BIN)/outrider bench server
+	$(BIN)/outrider bench server --model smollm2 --clients 8
 
 lint: .venv/.dev
 	$(BIN)/ruff check src tests examples
@@ -32,7 +43,7 @@ serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of
 	$(BIN)/python -m pytest -s -m slow tests/test_serving_machine.py tests/test_snapshot.py tests/test_real_serving.py
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
-	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py
+	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
 
 bench: .venv/.dev       ## engine time per token on a mock that costs nothing, then the default model beside transformers
 	$(BIN)/outrider bench
@@ -52,4 +63,8 @@ clean:
 
 .venv/.dev: .venv/.torch
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+.venv/.page: .venv/.dev
+	$(INSTALL) -e '.[page]'
 	touch $@

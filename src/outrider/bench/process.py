@@ -25,18 +25,17 @@ class ServerProcess:
         command = [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True)
         self.url = ""
+        self._last_words = ""
         self._has_spoken = threading.Event()
-        self._lines: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         if not self._has_spoken.wait(PATIENCE_S) or not self.url:
             self.kill()
             raise OutriderError(f"the server did not start: {self.errors().strip() or 'it said nothing'}")
 
     def _listen(self) -> None:
         """Read what it says for ever, or it would stop when the pipe is full."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.append(line)
+        for line in self.process.stdout or ():
             found = re.search(r"answers at (http\S+)", line)
             if found:
                 self.url = found[1]
@@ -45,6 +44,8 @@ class ServerProcess:
 
     def errors(self) -> str:
         """What it wrote to standard error."""
+        if self._said.closed:
+            return self._last_words
         self._said.seek(0)
         return self._said.read()
 
@@ -67,14 +68,24 @@ class ServerProcess:
 
     def wait(self, patience_s: float = 60.0) -> int:
         try:
-            return self.process.wait(patience_s)
+            code = self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise OutriderError("the server did not leave when it was told to") from None
+        self._close()
+        return code
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._listener.join()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._last_words = self.errors()
+        self._said.close()
 
 
 @contextmanager
@@ -84,5 +95,4 @@ def running_server(*arguments: str) -> Iterator[ServerProcess]:
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.end()
+        server.end()

@@ -95,6 +95,16 @@ class Kept:
             if is_old or (record.ended is not None and len(self._records) >= MOST):
                 del self._records[record.id]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """For each running choice, by the id that the engine knows it by, the id that its client knows."""
+        return {
+            choice.request_id: record.id
+            for record in self._records.values()
+            for choice in record.choices
+            if isinstance(choice, Ticket)
+        }
+
     def notes(self) -> list[dict[str, Any]]:
         """Everything as plain data, for a snapshot: a running choice is the id that the engine knows it by."""
         return [

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ import uvicorn
 
 from outrider.engine.engine import Engine
 from outrider.engine.snapshot import Snapshot
-from outrider.errors import ConfigError, NotReadyError, SnapshotError
+from outrider.errors import ConfigError, SnapshotError
 from outrider.server.app import create_app
 from outrider.server.settings import ServerSettings
 from outrider.server.worker import Worker
@@ -90,7 +91,8 @@ class Process:
         self._server.when_up = self._announce
         await self._server.serve([listener])
         if self._leaving is not None:
-            await self._leaving
+            with suppress(asyncio.CancelledError):
+                await self._leaving
         await self._worker.close()
         return self._exit_code
 
@@ -118,6 +120,7 @@ class Process:
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
         else:
+            self._leaving.cancel()
             self._server.should_exit = self._server.force_exit = True
 
     async def _leave(self) -> None:
@@ -141,11 +144,7 @@ class Process:
         notes = {"records": self._worker.kept.notes()}
         count = await asyncio.to_thread(self._worker.engine.snapshot, path, notes=notes)
         log.info("%d requests were saved to %s", count, path)
-        self._worker.suspend(
-            NotReadyError(
-                "the server goes down and has saved this request; when it is back, GET /v1/requests/{id} has its tokens"
-            )
-        )
+        self._worker.suspend()
 
     def _died(self) -> None:
         self._exit_code = 1

@@ -20,7 +20,7 @@ from outrider.engine.stream import Stream
 from outrider.errors import BackendError, NotReadyError, OutriderError
 from outrider.server.kept import Kept
 from outrider.server.ticket import Ticket
-from outrider.types import Request
+from outrider.types import Job, Request
 
 log = logging.getLogger("outrider.server")
 
@@ -71,8 +71,8 @@ class Worker:
         for ticket in tickets:
             ticket.stream.notify(functools.partial(self._notice, ticket))
         self._work.set()
-        if self.error is not None:
-            self._tell_everybody()
+        if self.error is not None:  # it died meanwhile
+            self._tell_everybody(self._epitaph)
         return tickets
 
     def cancel(self, request_id: str, tenant: str) -> bool:
@@ -85,10 +85,16 @@ class Worker:
         if not self._is_open:
             raise NotReadyError("the server is shutting down; ask another one, or try again in a moment")
 
-    def suspend(self, error: OutriderError) -> None:
-        """After `pause`: whoever waits gets this error. The requests themselves are in a snapshot."""
-        self.error = error
-        self._tell_everybody()
+    def suspend(self) -> None:
+        """After `pause` and a snapshot: whoever waits is told where the answer will be."""
+        names = self.kept.names
+        self.error = NotReadyError("the server is going down")
+        self._tell_everybody(
+            lambda job: NotReadyError(
+                "the server goes down and has saved this request; when it is back, GET "
+                f"/v1/requests/{names.get(job.request_id, job.request_id)} has its tokens"
+            )
+        )
 
     def refuse(self) -> None:
         """Take no more requests; those that run go on."""
@@ -128,7 +134,7 @@ class Worker:
             except BaseException as error:
                 log.exception("the engine died")
                 self.error = error
-                self._tell_everybody()
+                self._tell_everybody(self._epitaph)
                 if self.on_death is not None and self._loop is not None:
                     self._loop.call_soon_threadsafe(self.on_death)
                 return
@@ -152,14 +158,14 @@ class Worker:
         except RuntimeError:  # the event loop is closed: nobody reads any more
             log.debug("%d events came after the end", len(ready))
 
-    def _tell_everybody(self) -> None:
-        """Every open request ends with the reason, also those that joined just now."""
-        why = self.error
-        assert why is not None, "only a dead engine has something to tell"
-        said = why if isinstance(why, OutriderError) else BackendError(f"the engine died: {type(why).__name__}: {why}")
+    def _epitaph(self, _: Job) -> OutriderError:
+        return BackendError(f"the engine died: {type(self.error).__name__}: {self.error}")
+
+    def _tell_everybody(self, say: Callable[[Job], OutriderError]) -> None:
+        """Every open request ends with an error, also those that joined just now."""
         for job in list(self.engine.loop.jobs.values()):
             if not job.done:
-                job.error = said.copy()
+                job.error = say(job)
                 if job.wake is not None:
                     job.wake()
         self._flush()
