@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ RANK = {
     "engine": 5,
     **dict.fromkeys(("bench", "server"), 6),
     "cli": 7,
+    "__main__": 8,
 }
 
 
@@ -104,3 +106,17 @@ def test_readme_python_runs() -> None:
     assert blocks
     for block in blocks:
         exec(compile(block.split("```")[0], "README.md", "exec"), {})
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    """Every name in docs/grafana.json is one that a server tells."""
+    from outrider.backends.paged_mock import PagedMock
+    from outrider.engine.engine import Engine
+    from outrider.server.metrics import HttpMetrics, exposition
+
+    engine = Engine(PagedMock())
+    engine.generate([1, 2, 3], max_tokens=4)
+    told = exposition(engine, HttpMetrics(), "mock")
+    asked = set(re.findall(r"outrider_\w+", (ROOT / "docs" / "grafana.json").read_text()))
+    assert len(asked) >= 20
+    assert not [name for name in asked if f"# TYPE {name.removesuffix('_bucket')} " not in told]

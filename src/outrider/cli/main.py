@@ -164,6 +164,9 @@ def serve(
     kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 4GiB.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Only who has it may ask; may be repeated.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one per line.")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name that it may be called by, beside localhost; repeated.")
+    ] = None,
     origin: Annotated[list[str] | None, typer.Option(help="Pages elsewhere that may ask (CORS); repeated.")] = None,
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="On SIGTERM what runs is saved here, and goes on at the next start.")
@@ -194,6 +197,7 @@ def serve(
             "max_body": serving.size(max_body),
             "max_output": max_output,
             "origins": tuple(origin or ()),
+            "hosts": serving.hosts(host, allow_host or []),
             "keep_s": keep,
         },
         api_keys=serving.keys(api_key, api_key_file),

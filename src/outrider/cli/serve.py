@@ -64,6 +64,12 @@ def keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.strip() for key in found if key.strip()))
 
 
+def hosts(host: str, allowed: list[str]) -> tuple[str, ...]:
+    """The names a server may be called by. One on this machine alone has names: a page elsewhere could otherwise have
+    a name of its own point here, and read what it should not."""
+    return (*LOCAL, *(name.lower() for name in allowed)) if host in LOCAL or allowed else ()
+
+
 def size(given: str | None) -> int | None:
     """Bytes of "4GiB", "500MB" or a plain number."""
     if given is None:
