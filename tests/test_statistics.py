@@ -215,3 +215,15 @@ def test_advice_prefers_the_estimate_when_few_rounds_can_be_compared() -> None:
     counts.add_round(Outcome.of_chain(4, 4, 5))
     counts.wide.add_pass(PassTimes(0.0, 2.0, 0.0, 4, 5, True), batch=1)
     assert counts.estimated_speedup == 2.5 and counts.advice is None
+
+
+def test_no_advice_about_what_the_engine_tried_by_itself() -> None:
+    counts = Statistics()
+    for width in (0, 0, 2):
+        counts.add_choice(width, "trying")
+    counts.add_round(Outcome.of_chain(2, 0, 1))
+    counts.tempo.add(1, True, 1, 2.0)
+    counts.tempo.add(1, False, 2, 2.0)
+    assert counts.measured_speedup == 0.5 and counts.advice is None
+    counts.add_round(Outcome.of_chain(2, 0, 1))  # a draft that a caller wanted
+    assert counts.advice is not None

@@ -293,6 +293,8 @@ class Statistics:
         """Plain words when speculation does not pay."""
         if self._verdict is not None:
             return self._verdict
+        if self.widths and self.wide.rounds <= sum(times for width, times in self.widths.items() if width):
+            return None  # the engine tried these drafts by itself, and knows what came of them
         speedup, source = self.estimated_speedup, "estimated"
         if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate
             speedup, source = self.measured_speedup, "measured"
