@@ -34,7 +34,7 @@ format: .venv/.dev
 	$(BIN)/ruff format src tests examples
 
 real: .venv/.dev        ## the default model against transformers, 20 answers word by word
-	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py
+	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py tests/test_real_grammar.py
 
 identity: .venv/.dev    ## greedy identity with plain decoding on the default model, every method and shape
 	$(BIN)/python -m pytest -m slow tests/test_real_methods.py

@@ -36,7 +36,8 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     }
 
 
-HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False)  # one for all
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+HTTP = httpx.Client(timeout=60, limits=LIMITS, verify=False, trust_env=False)  # one for all threads
 
 
 class Caller(threading.Thread):

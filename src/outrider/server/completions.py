@@ -1,0 +1,101 @@
+"""/v1/chat/completions and /v1/completions: from a body to an answer, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from outrider.errors import OutriderError, RequestError
+from outrider.server.answers import WHOLE, Answers
+from outrider.server.description import ASKING, answers, takes
+from outrider.server.kept import Record
+from outrider.server.ledger import GONE, Entry
+from outrider.server.reading import results_of
+from outrider.server.schema import ChatBody, CompletionBody
+from outrider.server.service import Service, entry_of, name_of, tenant_of
+from outrider.server.sse import EventStream
+from outrider.server.ticket import Ticket
+from outrider.server.translate import Asked, in_callers_words, read_request
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(responses={200: answers(), **ASKING})
+
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+    async def chat(request: Request) -> Response:
+        """The assistant's next turn."""
+        return await _answer(service, request, await service.body(ChatBody, request))
+
+    @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
+    async def complete(request: Request) -> Response:
+        """How a prompt goes on."""
+        return await _answer(service, request, await service.body(CompletionBody, request))
+
+    return router
+
+
+async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody) -> Response:
+    tenant, entry = tenant_of(request), entry_of(request)
+    asked = await asyncio.to_thread(
+        read_request, body, service.worker.engine, service.settings, name=name_of(request), tenant=tenant
+    )
+    entry.id, entry.user = asked.id, asked.user
+    _check_name(service, asked, tenant)
+    answering, headers = Answers(asked, service.spelling), {"X-Request-Id": asked.id}
+    try:
+        tickets = await _submit(service, asked, tenant)
+        if asked.stream:
+            return EventStream(
+                answering,
+                tickets,
+                send_timeout_s=service.settings.send_timeout_s,
+                headers=headers,
+                explain=lambda error: in_callers_words(error, body),
+                when_over=lambda: _tell(entry, answering),
+            )
+        results = await results_of(tickets, request.receive)
+    except OutriderError as error:
+        raise in_callers_words(error, body) from None
+    if results is None:
+        return Response(status_code=GONE)
+    whole = answering.whole(results)
+    _tell(entry, answering)
+    return JSONResponse(whole, headers=headers)
+
+
+async def _submit(service: Service, asked: Asked, tenant: str) -> Sequence[Ticket]:
+    """Hand the requests to the engine, and remember them for those who ask later."""
+    tickets = await service.worker.submit(asked.requests)
+    record = Record(
+        id=asked.id,
+        kind=WHOLE[asked.kind],
+        tenant=tenant,
+        user=asked.user,
+        created=int(time.time()),
+        choices=list(tickets),
+    )
+    service.worker.kept.add(record)
+    return tickets
+
+
+def _check_name(service: Service, asked: Asked, tenant: str) -> None:
+    """A name can be used again by its owner when its request is over."""
+    kept = service.worker.kept
+    if asked.id not in kept:
+        return
+    known = kept.find(asked.id, tenant)
+    if known is None or known["status"] != "done":
+        raise RequestError(f"the id {asked.id!r} is in use; choose another X-Request-Id", param="X-Request-Id")
+
+
+def _tell(entry: Entry, answering: Answers) -> None:
+    """What the log says of an answer, also of half a one."""
+    told = answering.usage()
+    entry.prompt_tokens, entry.completion_tokens = told["prompt_tokens"], told["completion_tokens"]
+    if told["speculation"] is not None:
+        entry.acceptance = told["speculation"]["acceptance_rate"]
