@@ -290,8 +290,11 @@ def test_any_json_object() -> None:
 def test_a_model_without_an_end_stops_where_nothing_may_follow() -> None:
     engine = Engine.load("mock", width=3)
     assert engine.info.eos_ids == ()
-    result = engine.generate(" the", constraint=Constraint.regex("[ab]{4}"), max_tokens=20)
-    assert re.fullmatch("[ab]{4}", result.text) and result.finish_reason == "stop"
+    for rule in ("rejection", "coupled"):
+        for result in engine.generate(
+            [" the"] * 30, constraint=Constraint.regex("[ab]{4}"), max_tokens=20, accept=rule
+        ):
+            assert re.fullmatch("[ab]{4}", result.text) and result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -303,6 +306,7 @@ def test_a_model_without_an_end_stops_where_nothing_may_follow() -> None:
         (lambda: Constraint.grammar("start: missing"), "grammar cannot be used"),
         (lambda: Constraint("xml", "x"), "json, json_schema, regex or grammar"),  # type: ignore[arg-type]
         (lambda: Constraint.regex(""), "takes its text"),
+        (lambda: Constraint.grammar("start: start"), "no text satisfies it"),
     ],
 )
 def test_wrong_constraints_are_told(constraint: Any, said: str) -> None:
@@ -318,7 +322,7 @@ def test_constraints_need_a_tokenizer_and_an_end() -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         engine.generate(PROMPT, constraint=Constraint.json())
     with pytest.raises(RequestError, match="drop one"):
-        engine.generate(PROMPT, constraint=Constraint.json(), ignore_eos=True)
+        Engine.load("mock-text").generate("?", constraint=Constraint.json(), ignore_eos=True)
 
 
 def test_a_constraint_that_leaves_nothing_ends_the_request_alone() -> None:

@@ -42,7 +42,7 @@ from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
 from outrider.spec.width import Controller
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
-from outrider.types import Event, Job, Prompt, Request, Result
+from outrider.types import Constraint, Event, Job, Prompt, Request, Result
 
 log = logging.getLogger("outrider")
 
@@ -307,6 +307,10 @@ class Engine:
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
     ) -> list[Job]:
         """Jobs for all prompts, in line; nothing is started when one of them is wrong. Never waits for a step."""
+        constraints = [prompt.constraint for prompt in prompts if isinstance(prompt, Request)]
+        for constraint in {*constraints, settings.get("constraint")}:
+            if isinstance(constraint, Constraint):  # before the lock: others need not wait for it
+                self._intake.compile(constraint)
         with self._intake_lock:
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
@@ -413,6 +417,11 @@ class Engine:
     def info(self) -> ModelInfo:
         """Of the target."""
         return self.loop.target.info
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a prompt and its answer may have here: the model's, or less where a limit was set."""
+        return self._intake.context
 
     @property
     def method(self) -> str:

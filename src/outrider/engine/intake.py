@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from typing import Any
 
@@ -23,7 +23,7 @@ from outrider.errors import (
 from outrider.sampling.grammar import Grammars
 from outrider.sampling.noise import seed_words
 from outrider.tokenizer.base import ChatTokenizer, TextStream, Tokenizer
-from outrider.types import FORCED, Constraint, Grammar, Job, Prompt, Request, SamplingParams
+from outrider.types import FORCED, Constraint, Job, Prompt, Request, SamplingParams
 
 
 class Intake:
@@ -42,7 +42,6 @@ class Intake:
         self._methods = methods
         self._method = method
         self._speculation = speculation
-        self._grammars: Grammars | None = None
 
     def job(self, request: Request, request_id: str, now: float) -> Job:
         """A job for the request, or a RequestError that says what to change."""
@@ -51,7 +50,8 @@ class Intake:
         self._check_ids(request.stop_ids, "stop_ids")
         if request.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids", param="stop")
-        seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
+        # 53 bits: JavaScript and others that read JSON round larger numbers, and a seed must come back as it was told
+        seed = secrets.randbits(53) if sampling.seed is None else int(sampling.seed)
         eos = () if request.ignore_eos else self._info.eos_ids
         drafters = self._drafters(request)
         width, max_width, tree = self._shape(request)
@@ -74,11 +74,16 @@ class Intake:
             deadline=None if request.deadline_s is None else now + request.deadline_s,
             text=None if self._tokenizer is None else TextStream(self._tokenizer, request.stop),
             min_length=len(tokens) + request.min_tokens if request.min_tokens else 0,
-            grammar=None if request.constraint is None else self._grammar(request.constraint),
+            grammar=None if request.constraint is None else self._grammars.matcher(request.constraint),
             logprobs=None if request.logprobs is None else [],
             prompt_logprobs=[None] * len(tokens) if request.prompt_logprobs else None,
             counts=dict.fromkeys(tokens, 0) if sampling.penalised else None,
         )
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a prompt and its answer may have."""
+        return self._info.context
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text prompt."""
@@ -169,18 +174,19 @@ class Intake:
         """Of a constrained answer, what must come is proposed before anybody guesses."""
         return drafters if request.constraint is None else (FORCED, *drafters)
 
-    def _grammar(self, constraint: Constraint) -> Grammar:
-        if self._tokenizer is None:
+    def compile(self, constraint: Constraint) -> None:
+        """Get a constraint ready, which may take a while. Any thread may do it, before it asks for a job."""
+        self._grammars.compile(constraint)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        tokenizer, info = self._tokenizer, self._info
+        if tokenizer is None:
             raise RequestError("a constraint needs a tokenizer; give the engine one", param="constraint")
-        if self._grammars is None:
-            tokenizer, info = self._tokenizer, self._info
-            encode = (
-                partial(tokenizer.encode, add_special=False)
-                if isinstance(tokenizer, ChatTokenizer)
-                else tokenizer.encode
-            )
-            self._grammars = Grammars(tokenizer.token_bytes, encode, info.vocab_size, info.eos_ids)
-        return self._grammars.matcher(constraint)
+        encode = tokenizer.encode
+        if isinstance(tokenizer, ChatTokenizer):
+            encode = partial(tokenizer.encode, add_special=False)
+        return Grammars(tokenizer.token_bytes, encode, info.vocab_size, info.eos_ids)
 
     def _check_ids(self, ids: Iterable[Any], param: str) -> None:
         size = self._info.vocab_size

@@ -46,24 +46,35 @@ class Grammars:
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """The beginning of an answer; a RequestError when the constraint makes no sense."""
-        with self._lock:
-            compiled = self._compiled.get(constraint)
-            if compiled is None:
-                compiled = self._compiled[constraint] = self._compile(constraint)
-                if len(self._compiled) > REMEMBERED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(constraint)
-            return Matcher(compiled.deep_copy(), self._vocab_size)
+        return Matcher(self.compile(constraint).deep_copy(), self._vocab_size)
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """Known from before, or made now; a large one may take a second, and nobody else waits for it."""
+        with self._lock:
+            if constraint in self._compiled:
+                self._compiled.move_to_end(constraint)
+                return self._compiled[constraint]
+            if self._known is None:
+                self._known = self._build(_library())
+        compiled = self._compile(constraint, self._known)
+        with self._lock:
+            self._compiled[constraint] = compiled
+            if len(self._compiled) > REMEMBERED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, constraint: Constraint, known: LLTokenizer) -> LLMatcher:
         llguidance = _library()
         rules = _rules(llguidance.LLMatcher, constraint)
-        if self._known is None:
-            self._known = self._build(llguidance)
-        matcher: LLMatcher = llguidance.LLMatcher(self._known, rules, log_level=0)
-        if matcher.is_error():
-            raise _refusal(constraint, matcher.get_error())
-        return matcher
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher: LLMatcher = llguidance.LLMatcher(known, rules, log_level=0, limits=limits)
+        if not matcher.is_error():
+            trial = matcher.deep_copy()
+            trial.compute_bitmask()  # what is too much for the parser mostly shows here, not in a step of the engine
+            if not trial.is_error():
+                return matcher
+            matcher = trial
+        raise _refusal(constraint, matcher.get_error())
 
     def _build(self, llguidance: Any) -> LLTokenizer:
         """The vocabulary as llguidance wants it. A model without an end gets one that stands for no token."""
@@ -100,16 +111,21 @@ class Matcher:
     def advance(self, token: int) -> None:
         self._masks.clear()
         self._go_to(())
+        is_allowed = self._matcher.validate_tokens([token]) == 1
         if not self._matcher.consume_token(token):
+            if is_allowed or "too " in self._matcher.get_error():
+                raise self._exhausted()
             raise BackendError(f"token {token} was emitted against the constraint: {self._matcher.get_error()}")
+
+    def _exhausted(self) -> RequestError:
+        """A limit of the parser was hit: the constraint is too large, too deep or too ambiguous."""
+        why = _first_line(self._matcher.get_error())
+        return RequestError(f"the constraint cannot be followed further ({why}); simplify it", param="constraint")
 
     def _mask(self) -> Array:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():  # a limit was hit: too deep, too long
-            raise RequestError(
-                f"the constraint cannot be followed further: {_first_line(self._matcher.get_error())}; simplify it",
-                param="constraint",
-            )
+        if self._matcher.is_error():
+            raise self._exhausted()
         return np.unpackbits(bits, bitorder="little", count=self._size).view(np.bool_)
 
     def _go_to(self, drafted: Sequence[int]) -> bool:
@@ -181,8 +197,8 @@ def _refusal(constraint: Constraint, why: str) -> RequestError:
 def _first_line(why: str) -> str:
     """llguidance shows the place in lines that follow."""
     lines = [line.strip() for line in why.splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("error: ")]
-    return (said or lines or ["it is empty"])[0].removeprefix("error: ").rstrip(":;.")
+    said = ([line for line in lines if line.startswith("error: ")] or lines or ["it is empty"])[0]
+    return "no text satisfies it" if said.startswith("NoExtension") else said.removeprefix("error: ").rstrip(":;.")
 
 
 def _library() -> Any:

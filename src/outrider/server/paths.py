@@ -19,7 +19,7 @@ from outrider.server.files import INDEX, file_response, load_files
 from outrider.server.metrics import CONTENT_TYPE, HttpMetrics, exposition
 from outrider.server.schema import DetokenizeBody, TokenizeBody
 from outrider.server.service import Service, tenant_of
-from outrider.server.translate import check_model, context_of, conversation
+from outrider.server.translate import check_model, conversation
 from outrider.tokenizer.base import ChatTokenizer
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ def lookups(service: Service) -> APIRouter:
             "object": "model",
             "created": service.created,
             "owned_by": "outrider",
-            "context": context_of(engine),
+            "context": engine.context,
             "methods": list(engine.methods),
             "method": engine.method,
             "chat": _has_chat(engine),
@@ -93,7 +93,7 @@ def tokens(service: Service) -> APIRouter:
         body = await service.body(TokenizeBody, request)
         check_model(body.model, service.settings)
         ids = await asyncio.to_thread(_encode, body, engine)
-        return JSONResponse({"tokens": ids, "count": len(ids), "context": context_of(engine)})
+        return JSONResponse({"tokens": ids, "count": len(ids), "context": engine.context})
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody), responses={200: gives("prompt")})
     async def detokenize(request: Request) -> Response:

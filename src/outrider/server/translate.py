@@ -107,13 +107,6 @@ def check_model(name: str | None, settings: ServerSettings) -> None:
         )
 
 
-def context_of(engine: Engine) -> int:
-    """The most tokens that prompt and answer may have together."""
-    config = engine.loop.scheduler.config
-    limits = (engine.info.context, config.max_length, config.max_in_flight)
-    return min(limit for limit in limits if limit is not None)
-
-
 def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
     """As chat templates know it: they have no developers."""
     roles = {"developer": "system"}
@@ -140,7 +133,7 @@ def _asked(
     questions, n = _questions(body, engine), body.n or 1
     if len(questions) * n > MOST_CHOICES:
         raise RequestError(f"{len(questions)} prompts times n={n} is more than {MOST_CHOICES} answers", param="n")
-    rooms = [context_of(engine) - len(question.tokens) for question in questions]
+    rooms = [engine.context - len(question.tokens) for question in questions]
     lengths = [length if length is not None else _usual_length(kind, settings, room) for room in rooms]
     return Asked(
         id=call_id,

@@ -159,7 +159,7 @@ class Worker:
             log.debug("%d events came after the end", len(ready))
 
     def _epitaph(self, _: Job) -> OutriderError:
-        return BackendError(f"the engine died: {type(self.error).__name__}: {self.error}")
+        return BackendError("the engine died; the server's log says why")
 
     def _tell_everybody(self, say: Callable[[Job], OutriderError]) -> None:
         """Every open request ends with an error, also those that joined just now."""
