@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -205,6 +205,12 @@ class Engine:
         """The answer as it is made: an iterator of events, one per round."""
         return Stream(self, self._submit([prompt], settings, streaming=True)[0])
 
+    def prepare(self, constraints: Iterable[Any]) -> None:
+        """Compile constraints, which may take a while for large ones; requests that use them then begin at once."""
+        for constraint in constraints:
+            if isinstance(constraint, Constraint):
+                self._intake.compile(constraint)
+
     def open_streams(self, prompts: Sequence[Prompt | Request], **settings: Any) -> list[Stream]:
         """Streams of several requests that begin together, or not at all when one of them is refused."""
         return [Stream(self, job) for job in self._submit(prompts, settings, streaming=True)]
@@ -307,10 +313,8 @@ class Engine:
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
     ) -> list[Job]:
         """Jobs for all prompts, in line; nothing is started when one of them is wrong. Never waits for a step."""
-        constraints = [prompt.constraint for prompt in prompts if isinstance(prompt, Request)]
-        for constraint in {*constraints, settings.get("constraint")}:
-            if isinstance(constraint, Constraint):  # before the lock: others need not wait for it
-                self._intake.compile(constraint)
+        constraints = {prompt.constraint for prompt in prompts if isinstance(prompt, Request)}
+        self.prepare({*constraints, settings.get("constraint")})  # before the lock: others need not wait for it
         with self._intake_lock:
             if not self._is_open:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
@@ -411,7 +415,9 @@ class Engine:
         """A conversation ({"role": ..., "content": ...} each) as a prompt that asks the model for its next turn."""
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise RequestError("this model has no chat template; use a plain prompt", param="messages")
-        return self.tokenizer.encode(self.tokenizer.chat(messages), add_special=False)
+        text = self.tokenizer.chat(messages)
+        self._intake.check_text(text)
+        return self.tokenizer.encode(text, add_special=False)
 
     @property
     def info(self) -> ModelInfo:

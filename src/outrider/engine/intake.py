@@ -89,7 +89,23 @@ class Intake:
         """The ids of a text prompt."""
         if self._tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; give token ids instead", param="prompt")
+        self.check_text(text)
         return list(self._encode_text(self._tokenizer, text))
+
+    def check_text(self, text: str) -> None:
+        """Refuse what cannot fit whatever its tokens are, before the time is spent to find them."""
+        most = self._info.context * self._longest_token
+        if isinstance(text, str) and len(text) > most:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} letters; the context of {self._info.context} tokens holds at most {most}",
+                param="prompt",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Letters that one token can stand for, and some more: a tokenizer may drop spaces or join signs."""
+        assert self._tokenizer is not None, "asked only where text is encoded"
+        return 4 * max(len(self._tokenizer.token_bytes(token)) for token in range(self._info.vocab_size))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -21,6 +21,7 @@ from outrider.types import Array, Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+LONGEST = 200  # letters of the library's words that are passed on
 REMEMBERED = 64  # compiled constraints: a service asks for the same few again and again
 # One space after separators. Free whitespace would let a small model write blanks for ever and call it JSON.
 JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -111,11 +112,11 @@ class Matcher:
     def advance(self, token: int) -> None:
         self._masks.clear()
         self._go_to(())
-        is_allowed = self._matcher.validate_tokens([token]) == 1
         if not self._matcher.consume_token(token):
-            if is_allowed or "too " in self._matcher.get_error():
+            why = self._matcher.get_error()
+            if "satisfy" not in why:  # a limit of the parser was hit
                 raise self._exhausted()
-            raise BackendError(f"token {token} was emitted against the constraint: {self._matcher.get_error()}")
+            raise BackendError(f"token {token} was emitted against the constraint: {_first_line(why)}")
 
     def _exhausted(self) -> RequestError:
         """A limit of the parser was hit: the constraint is too large, too deep or too ambiguous."""
@@ -198,7 +199,10 @@ def _first_line(why: str) -> str:
     """llguidance shows the place in lines that follow."""
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     said = ([line for line in lines if line.startswith("error: ")] or lines or ["it is empty"])[0]
-    return "no text satisfies it" if said.startswith("NoExtension") else said.removeprefix("error: ").rstrip(":;.")
+    if said.startswith("NoExtension"):
+        return "no text satisfies it"
+    said = said.removeprefix("error: ").removeprefix("Parser Error: ").rstrip(":;.")
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 def _library() -> Any:

@@ -224,8 +224,8 @@ def _hold(xp: Any, x: Array, rows: Sequence[int], history: History) -> None:
 
 
 def _constrain(xp: Any, x: Array, rows: Sequence[int], history: History, faults: dict[int, OutriderError]) -> None:
-    """Rule out what the grammar does not let follow, in place. Rows after a forbidden draft, or after the end of what is
-    allowed, are of a text that never will be: they are left as they are."""
+    """Rule out what the grammar does not let follow, in place. Rows after a forbidden draft, or after the end of what
+    is allowed, are of a text that never will be: they are left as they are."""
     at: list[int] = []
     masks: list[Array] = []
     for row in rows:

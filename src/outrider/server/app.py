@@ -47,7 +47,9 @@ def create_app(worker: Worker, settings: ServerSettings) -> FastAPI:
             with suppress(asyncio.CancelledError):
                 await pulse
 
-    app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
+    )
     routers = (
         completions.routes(service),
         paths.lookups(service),

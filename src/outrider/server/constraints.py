@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from outrider.errors import RequestError
-from outrider.server.schema import Generation
+from outrider.server.schema import LONGEST_RULES, Generation
 from outrider.types import Constraint
 
 
@@ -32,7 +32,13 @@ def _format(body: Generation) -> Constraint | None:
             param="response_format.json_schema",
         )
     if form.json_schema is not None:
-        return Constraint.json_schema(form.json_schema.schema_)
+        constraint = Constraint.json_schema(form.json_schema.schema_)
+        if len(constraint.text) > LONGEST_RULES:
+            raise RequestError(
+                f"the schema has {len(constraint.text)} characters, and at most {LONGEST_RULES} are taken; shorten it",
+                param="response_format",
+            )
+        return constraint
     return Constraint.json() if form.type == "json_object" else None
 
 

@@ -18,6 +18,7 @@ from outrider.server.schema import FAULT, REFUSED, UNKNOWN, Strict
 
 Body = TypeVar("Body", bound=Strict)
 
+LONGEST_PATH = 120  # letters of a field's place that are told
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how half a character can get into JSON
 _LONGEST_NUMBER = 20  # digits and sign of 64 bits
 
@@ -132,6 +133,8 @@ def _path(parts: Sequence[int | str]) -> str:
         else:
             name = part[:60] if part.isprintable() else ascii(part[:60])
             path += f".{name}" if path else name
+        if len(path) > LONGEST_PATH:
+            return f"{path[:LONGEST_PATH]}..."
     return path
 
 

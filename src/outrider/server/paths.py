@@ -116,6 +116,8 @@ def watching(service: Service, http: HttpMetrics) -> APIRouter:
             return JSONResponse({"status": "ok"})
         return error_response(NotReadyError(service.why_not_ready()))
 
+    @router.head("/health", include_in_schema=False)
+    @router.head("/health/ready", include_in_schema=False)
     @router.get("/health", responses=responses)
     @router.get("/health/ready", responses=responses)
     async def ready() -> Response:
@@ -140,6 +142,7 @@ def page() -> APIRouter:
     """The page and its files."""
     router, files = APIRouter(include_in_schema=False), load_files()
 
+    @router.head("/")
     @router.get("/")
     async def index(request: Request) -> Response:
         return await file(INDEX, request)

@@ -17,7 +17,7 @@ from outrider.server.refusals import Refusals
 
 MOST_CHOICES = 128  # answers to one call: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 1000
-LONGEST_RULES = 1 << 16  # characters of a regex or a grammar
+LONGEST_RULES = 1 << 15  # characters of a schema, a regex or a grammar: compiling takes longer than they are long
 WIDEST = 64  # drafted tokens a round that a caller may ask for
 MOST_TOKENS = (1 << 31) - 1
 UNKNOWN, REFUSED, FAULT = "unknown_field", "refused_field", "fault"  # errors of our own; `parse` puts them into words

@@ -37,6 +37,8 @@ class Service:
         if not _JSON.fullmatch(kind.strip()):
             said = f"got {kind!r:.60}" if kind else "there is none"
             raise BodyError(f"the Content-Type must be application/json, {said}; set that header")
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise BodyError(f"the Content-Encoding {coding!r:.40} is not read; send the body as it is")
         raw = await request.body()
         return parse(model, raw) if len(raw) <= SMALL else await asyncio.to_thread(parse, model, raw)
 

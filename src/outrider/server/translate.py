@@ -101,7 +101,7 @@ def in_callers_words(error: OutriderError, body: ChatBody | CompletionBody) -> O
 def check_model(name: str | None, settings: ServerSettings) -> None:
     if name not in (None, "default", settings.model_name):
         raise UnknownModelError(
-            f"The model `{name}` does not exist or you do not have access to it; this server has "
+            f"The model `{name or '':.80}` does not exist or you do not have access to it; this server has "
             f"`{settings.model_name}`",
             param="model",
         )

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
@@ -39,6 +40,7 @@ class Worker:
         self._work = threading.Event()  # set when there may be something to do
         self._is_stopping = False
         self._ready: deque[Ticket] = deque()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="outrider-compiler")
 
     @property
     def is_ready(self) -> bool:
@@ -53,6 +55,10 @@ class Worker:
     async def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Tickets for all of them, or an error and none. Checking and tokenizing happen on another thread."""
         self._check_open()
+        constraints = {request.constraint for request in requests if request.constraint is not None}
+        if constraints:  # a large one may take seconds: it holds up others of its kind only
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiler, self.engine.prepare, constraints)
         return await self._elsewhere(lambda: self.engine.open_streams(requests))
 
     async def resume(self, open_streams: Callable[[], list[Stream]]) -> list[Ticket]:
@@ -121,6 +127,7 @@ class Worker:
         if self.error is None:
             await asyncio.to_thread(self.engine.close)
             self._flush()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         """The engine's thread."""
