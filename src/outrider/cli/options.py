@@ -41,6 +41,7 @@ SaveAfter = Annotated[
     tuple[int, Path] | None,
     typer.Option(metavar="N FILE", help="Stop after N tokens and write the answer's state; `outrider resume` goes on."),
 ]
+Config = Annotated[Path | None, typer.Option(help="Settings of a TOML file, such as `outrider tune` writes.")]
 Context = Annotated[int | None, typer.Option(help="Cap the tokens of prompt and answer together.")]
 
 USUAL_LENGTH = 256  # of an answer nobody gave a length for

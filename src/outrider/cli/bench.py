@@ -1,0 +1,228 @@
+"""`outrider bench` and its subcommands. What they measure is in the package `bench`; here it is asked for and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli import options as given
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure. Everything in one run, as ratios.")
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer tokens and repeats.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One object per line.")]
+
+
+@app.command()
+def engine(quick: Quick = False, as_json: AsJson = False) -> None:
+    """What the engine itself costs per token, on mocks whose passes are nearly free."""
+    from outrider.cli.benches import show_engine
+
+    show_engine(quick, as_json)
+
+
+@app.command()
+def model(
+    model: given.Model = given.DEFAULT, quick: Quick = False, as_json: AsJson = False, threads: given.Threads = None
+) -> None:
+    """Plain decoding and prefill beside transformers, and beside what the machine allows."""
+    from outrider.cli.benches import show_model
+
+    show_model(quick, as_json, model, threads)
+
+
+@app.command()
+def lookups(quick: Quick = False, as_json: AsJson = False) -> None:
+    """What ngram and suffix cost at 8,000 tokens of context and 1,000,000 of past text."""
+    from outrider.cli.benches import show_lookups
+
+    show_lookups(quick, as_json)
+
+
+@app.command()
+def width(quick: Quick = False, as_json: AsJson = False) -> None:
+    """The grid on which the engine's choice of width must never be slower, in virtual time."""
+    from outrider.cli.benches import show_width
+
+    show_width(quick, as_json)
+
+
+@app.command()
+def policies(
+    trace: Annotated[Path | None, typer.Option(help="CSV of arrivals and lengths, instead of our own.")] = None,
+    load: Annotated[float | None, typer.Option(help="Work that arrives over what can be done.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to write a picture (SVG).")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Waiting times of every policy on a trace of arrivals, in virtual time."""
+    from outrider.cli.benches import show_policies
+
+    show_policies(quick, as_json, trace, load, plot)
+
+
+@app.command()
+def ahead(
+    model: Annotated[str | None, typer.Option(help="With --draft: a real pair; left out: mocks.")] = None,
+    draft: Annotated[str | None, typer.Option(help="A draft model.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    threads: given.Threads = None,
+) -> None:
+    """What drafting while the target judges brings."""
+    from outrider.cli.benches import show_ahead
+
+    show_ahead(quick, as_json, model, draft, threads)
+
+
+@app.command()
+def batch(
+    model: given.Model = given.DEFAULT, quick: Quick = False, as_json: AsJson = False, threads: given.Threads = None
+) -> None:
+    """Requests together beside one after another."""
+    from outrider.cli.benches import show_batch
+
+    show_batch(quick, as_json, model, threads)
+
+
+@app.command()
+def load(
+    model: given.Model = "mock-cost",
+    clients: Annotated[int | None, typer.Option(help="How many at once; 200.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long; 120.", min=1)] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Many clients at a server, some of which leave in the middle; every token is checked."""
+    from outrider.cli.benches import show_load
+
+    show_load(quick, as_json, model, clients, seconds)
+
+
+@app.command()
+def server(
+    model: given.Model = "mock-cost",
+    clients: Annotated[int | None, typer.Option(help="How many at once; 16.", min=1)] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """The same work through a server and without it."""
+    from outrider.cli.benches import show_server
+
+    show_server(quick, as_json, model, clients)
+
+
+@app.command()
+def kernels(
+    model: given.Model = given.DEFAULT,
+    rows: Annotated[str | None, typer.Option(help="Numbers of rows, with commas.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Tokens before them, with commas.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    plot: Annotated[Path | None, typer.Option(help="Where to write a picture.")] = None,
+    as_json: AsJson = False,
+    threads: given.Threads = None,
+) -> None:
+    """What a pass costs by its number of rows: the curve that decides whether drafting can pay."""
+    from outrider.cli.bench_costs import show_kernels
+
+    show_kernels(model, numbers(rows, "--rows"), numbers(contexts, "--contexts"), repeats, plot, as_json, threads)
+
+
+@app.command()
+def simulate(
+    acceptance: Annotated[float, typer.Option(help="How often a draft is right.", min=0, max=1)] = 0.7,
+    draft_cost: Annotated[float, typer.Option(help="Of a drafted token, in one-row passes.", min=0)] = 0.05,
+    curve: Annotated[str, typer.Option(help="Cost of a pass by rows: flat, compute, cpu, gpu.")] = "flat",
+    widths: Annotated[str, typer.Option(help="With commas; auto is the engine's choice.")] = "auto,1,2,4,8",
+    batches: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8,32",
+    model: Annotated[
+        str | None, typer.Option(help="Measure acceptance and costs of a model instead, and compare the ratios.")
+    ] = None,
+    draft: Annotated[str, typer.Option(help="With --model: drafts to compare, with commas.")] = "ngram,suffix",
+    quick: Quick = False,
+    as_json: AsJson = False,
+    threads: given.Threads = None,
+) -> None:
+    """Predict what speculation brings from acceptance, costs and load; with --model beside what is measured."""
+    from outrider.cli.bench_costs import show_comparison, show_simulation
+
+    if model is None:
+        show_simulation(acceptance, draft_cost, curve, widths, batches, as_json)
+    else:
+        chosen = [width for width in widths.split(",") if width.strip() != "auto"]
+        show_comparison(
+            model,
+            draft,
+            numbers(",".join(chosen), "--widths") or [],
+            numbers(batches, "--batches") or [],
+            quick,
+            as_json,
+            threads,
+        )
+
+
+@app.command()
+def serve(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: more of what `outrider serve` takes.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, of ours or any that speaks OpenAI's.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="What to load, or with --url what to ask for.")] = None,
+    draft: given.Draft = None,
+    clients: Annotated[str | None, typer.Option(help="So many at once, each asking again; 1,2,4 is a sweep.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Requests a second, at random times; with commas a sweep.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Arrivals and lengths of a CSV file.")] = None,
+    speed: Annotated[str, typer.Option(help="Of the trace: 2 is twice as fast; with commas a sweep.")] = "1",
+    requests: Annotated[int | None, typer.Option(help="How many.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with `category` and `turns`.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For --url.")] = None,
+    ttft: Annotated[float, typer.Option(help="Promise: seconds to the first token.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Promise: seconds per token after it.")] = 0.1,
+    compare: Annotated[bool, typer.Option(help="Plain decoding beside speculation.")] = True,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """A load of requests against a server: goodput, time to first token, time per token; plain against speculation."""
+    from outrider.cli.bench_serve import show_serve
+
+    show_serve(
+        url=url,
+        model=model,
+        draft=draft,
+        serve_arguments=arguments or (),
+        clients=clients,
+        rate=rate,
+        trace=trace,
+        speed=speed,
+        requests=requests,
+        seconds=seconds,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        api_key=api_key,
+        ttft=ttft,
+        tpot=tpot,
+        compare=compare,
+        seed=seed,
+        as_json=as_json,
+    )
+
+
+def numbers(given: str | None, option: str) -> list[int] | None:
+    """Whole numbers of a list with commas."""
+    if given is None:
+        return None
+    try:
+        found = [int(part) for part in given.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"takes whole numbers with commas, got {given!r}", param_hint=option) from None
+    if any(number < 1 for number in found):
+        raise typer.BadParameter(f"takes numbers from 1 on, got {given!r}", param_hint=option)
+    return found

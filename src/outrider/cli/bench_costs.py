@@ -1,0 +1,102 @@
+"""What passes cost, and what the simulator makes of it, on the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from outrider.bench import kernels, simulate
+
+
+def show_kernels(
+    model: str,
+    rows: Sequence[int] | None,
+    contexts: Sequence[int] | None,
+    repeats: int,
+    plot: Path | None,
+    as_json: bool,
+    threads: int | None,
+) -> None:
+    points: list[kernels.Point] = []
+    chosen = sorted({1, *(rows or kernels.ROWS)})
+    for point in kernels.readings(
+        model, rows=chosen, contexts=contexts or kernels.CONTEXTS, repeats=repeats, threads=threads
+    ):
+        if as_json:
+            typer.echo(json.dumps(asdict(point)))
+        else:
+            if not points or points[-1].context != point.context:
+                typer.echo(f"\nbehind {point.context} tokens of context")
+                typer.echo(f"{'rows':>5}{'ms':>9}{'range':>18}{'of one row':>12}{'limit ms':>10}  drafts pay from")
+            typer.echo(_line(point))
+        points.append(point)
+    if plot is not None:
+        from outrider.bench.plots import plot_curve
+
+        plot_curve(points, model, plot)
+
+
+def _line(point: kernels.Point) -> str:
+    span = f"{point.low:.1f} - {point.high:.1f}"
+    limit = "" if point.limit_ms is None else f"{point.limit_ms:.1f}"
+    pays = "" if point.rows == 1 else "never" if point.needed is None else f"{point.needed:.0%} acceptance"
+    width = "" if point.rows == 1 else f" (width {point.rows - 1})"
+    return f"{point.rows:>5}{point.ms:>9.1f}{span:>18}{point.ratio:>12.2f}{limit:>10}  {pays}{width}"
+
+
+def show_simulation(acceptance: float, draft_cost: float, curve: str, widths: str, batches: str, as_json: bool) -> None:
+    if curve not in simulate.CURVES:
+        raise typer.BadParameter(f"choose one of {', '.join(simulate.CURVES)}, got {curve!r}", param_hint="--curve")
+    costs = simulate.Costs(simulate.CURVES[curve], draft_cost)
+    if not as_json:
+        typer.echo(f"{'width':>8}{'batch':>7}{'speed':>8}{'tokens/round':>14}")
+    for batch in _numbers(batches, "--batches"):
+        for width in [part.strip() for part in widths.split(",")]:
+            chosen = None if width == "auto" else _numbers(width, "--widths")[0]
+            most = 16 if chosen is None else chosen
+            case = simulate.Case(simulate.constant(acceptance, most), costs, chosen, batch)
+            found = simulate.simulate(case)
+            if as_json:
+                typer.echo(json.dumps({"width": width, "batch": batch, "speed": found.speed}))
+            else:
+                typer.echo(f"{width:>8}{batch:>7}{found.speed:>8.2f}{found.tokens_per_round:>14.2f}")
+
+
+def show_comparison(
+    model: str,
+    draft: str,
+    widths: Sequence[int],
+    batches: Sequence[int],
+    quick: bool,
+    as_json: bool,
+    threads: int | None,
+) -> None:
+    settings = [
+        simulate.Setting(one.strip(), width, batch) for batch in batches for one in draft.split(",") for width in widths
+    ]
+    if not as_json:
+        typer.echo(f"{'':<34}{'predicted':>10}{'measured':>10}{'range':>15}{'error':>8}")
+    worst = 0.0
+    for one in simulate.measured(
+        model, settings, num_tokens=24 if quick else 64, repeats=2 if quick else 5, threads=threads
+    ):
+        worst = max(worst, abs(one.error))
+        if as_json:
+            typer.echo(json.dumps({**asdict(one), "error": one.error}))
+        else:
+            span = f"{one.low:.2f} - {one.high:.2f}"
+            numbers = f"{one.predicted:>10.3f}{one.measured:>10.3f}{span:>15}{one.error:>+8.1%}"
+            typer.echo(f"{one.setting.name:<34}{numbers}")
+    if not as_json:
+        typer.echo(f"{len(settings)} settings, at most {worst:.1%} off")
+
+
+def _numbers(given: str, option: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"takes whole numbers with commas, got {given!r}", param_hint=option) from None

@@ -1,0 +1,151 @@
+"""Kernels, simulator and tune: their arithmetic and their messages. What they measure is the commands' business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.backends.mock import MockBackend
+from outrider.bench import kernels, simulate, tune
+from outrider.cli import settings_file
+from outrider.config import MockConfig
+from outrider.errors import ConfigError
+
+
+def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "outrider", *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("width", "cost", "needed"),
+    [(1, 1.5, 0.5), (1, 1.0, 0.0), (3, 4.0, None), (3, 9.0, None), (2, 1.75, 0.5), (4, 3.3616, 0.8)],
+)
+def test_the_acceptance_that_pays(width: int, cost: float, needed: float | None) -> None:
+    found = kernels.needed_acceptance(width, cost)
+    assert found == (None if needed is None else pytest.approx(needed, abs=1e-6))
+
+
+def test_a_curve_leaves_the_model_as_it_was() -> None:
+    target = MockBackend(MockConfig(vocab_size=16))
+    seconds = kernels.curve(target, (1, 4), 20, repeats=3)
+    assert {rows: len(times) for rows, times in seconds.items()} == {1: 3, 4: 3}
+    assert target.num_slots == 0 and target.num_passes == 1 + 2 * 4
+
+
+def test_kernels_and_simulate_on_the_command_line() -> None:
+    done = outrider(
+        "bench", "kernels", "--model", "mock-cost", "--rows", "2,4", "--contexts", "16", "--repeats", "2", "--json"
+    )
+    points = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [point["rows"] for point in points] == [1, 2, 4] and points[0]["ratio"] == 1.0
+    assert "whole numbers" in outrider("bench", "kernels", "--rows", "many").stderr
+    done = outrider("bench", "simulate", "--widths", "auto,2", "--batches", "1", "--json")
+    assert [json.loads(line)["width"] for line in done.stdout.splitlines()] == ["auto", "2"]
+    assert "choose one of" in outrider("bench", "simulate", "--curve", "steep").stderr
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_simulator_agrees_with_arithmetic(acceptance: float, width: int) -> None:
+    """Without a batch there is a formula: tokens a round over what a round costs."""
+    costs = simulate.Costs({1: 1.0, 2: 1.5, 5: 3.0}, draft_s=0.1, round_s=0.2)
+    case = simulate.Case(simulate.constant(acceptance, width), costs, width, num_tokens=3000)
+    tokens = sum(acceptance**place for place in range(width + 1))
+    expected = tokens * (1.0 + 0.2) / (costs.pass_s(width + 1) + 0.2 + 0.1 * width)
+    found = simulate.simulate(case)
+    assert found.speed == pytest.approx(expected, rel=0.04) and found.tokens_per_round == pytest.approx(
+        tokens, rel=0.04
+    )
+
+
+def test_rounds_in_which_the_draft_is_silent() -> None:
+    costs = simulate.Costs({1: 1.0, 5: 2.0})
+    always = simulate.simulate(simulate.Case((0.9, 0.8, 0.7, 0.6), costs, 4, num_tokens=2000))
+    seldom = simulate.simulate(
+        simulate.Case((0.9, 0.8, 0.7, 0.6), costs, 4, depths={0: 0.75, 4: 0.25}, num_tokens=2000)
+    )
+    assert always.tokens_per_round == pytest.approx(4.0, rel=0.05)
+    assert seldom.tokens_per_round == pytest.approx(1.75, rel=0.08) and 1.0 < seldom.speed < always.speed
+
+
+def test_costs_between_and_beyond_what_is_known() -> None:
+    costs = simulate.Costs({1: 1.0, 3: 2.0, 9: 8.0})
+    assert [costs.pass_s(rows) for rows in (1, 2, 3, 6, 9, 12)] == [1.0, 1.5, 2.0, 5.0, 8.0, 11.0]
+
+
+def test_measured_beside_predicted() -> None:
+    settings = [simulate.Setting("ngram", 2), simulate.Setting("suffix", 3, batch=2)]
+    work = {"a": ["The rider the rider the rider", "open sky open sky"]}
+    verdicts = list(simulate.measured("mock-text", settings, work=work, num_tokens=12, repeats=2))
+    assert [one.setting for one in verdicts] == settings
+    assert all(one.low <= one.measured <= one.high and one.predicted > 0 for one in verdicts)
+
+
+def standing(name: str, ratios: list[float]) -> tune.Standing:
+    return tune.Standing(tune.Way("ngram", "ngram", int(name)), ratios)
+
+
+def test_what_tune_chooses() -> None:
+    early, best, worse = standing("1", [3.0]), standing("2", [1.3, 1.2, 1.25]), standing("3", [1.1, 1.0, 1.2])
+    found = tune._judged("m", [early, best, worse], 3, 1.0, True)
+    assert found.way == best.way and found.ratio == 1.25  # one lucky prompt proves nothing
+    assert tune._judged("m", [standing("2", [1.01, 1.0, 1.02])], 3, 1.0, True).way is None
+    assert tune._judged("m", [], 3, 1.0, False).way is None
+
+
+def test_tune_writes_what_the_other_commands_read(tmp_path: Path) -> None:
+    out = tmp_path / "o.toml"
+    done = outrider(
+        "tune", "--model", "mock-text", "--draft", "ngram", "--minutes", "0.05", "--max-tokens", "8", "--out", str(out)
+    )
+    assert done.returncode == 0 and str(out) in done.stdout, done.stderr
+    assert settings_file.read(out)["model"] == "mock-text"
+    out.write_text('model = "mock-text"\ndraft = "ngram"\nwidth = 3\n[measured]\n"ngram, width 3" = 1.2\n')
+    answer = json.loads(outrider("generate", "a b a b a b", "--config", str(out), "--json", "--max-tokens", "6").stdout)
+    assert answer["speculation"]["method"] == "ngram"
+    over = outrider("generate", "x", "--config", str(out), "--draft", "suffix", "--json", "--max-tokens", "3")
+    assert json.loads(over.stdout)["speculation"]["method"] == "suffix", over.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("drat = 'ngram'", "did you mean draft"),
+        ("draft = 3", "draft takes str"),
+        ("threads = true", "threads takes int"),
+        ("draft = ", "is no TOML"),
+        (None, "cannot read"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "o.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        settings_file.read(path)
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    path, settings = tmp_path / "o.toml", {"model": 'a "b"\\c', "width": 4, "tree": True}
+    settings_file.write(path, settings, ["a comment"], {"x, y": 1.5})
+    assert settings_file.read(path) == {**settings, "width": "4"}
+
+
+def test_a_model_that_is_not_there_is_told_before_the_work() -> None:
+    for arguments in (("tune", "--draft", "ngrm"), ("tune", "--prompts", "nothing.jsonl")):
+        done = outrider(*arguments)
+        assert done.returncode == 1 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_plots(tmp_path: Path) -> None:
+    from outrider.bench.plots import plot_curve
+
+    points = [kernels.Point(8, rows, 1.0 * rows, 0.9, 1.1, rows, 0.5, None) for rows in (1, 2, 4)]
+    plot_curve(points, "mock", tmp_path / "a.svg")
+    assert "drafts can pay" in (tmp_path / "a.svg").read_text() or (tmp_path / "a.svg").stat().st_size > 5000
+    with pytest.raises(ConfigError, match="another file"):
+        plot_curve(points, "mock", tmp_path / "missing" / "a.svg")
