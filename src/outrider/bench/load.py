@@ -208,7 +208,8 @@ def _request(prompt: str, seed: int, max_tokens: int) -> Request:
 def under_load(scene: Scene) -> Report:
     """The whole play, on a server process of its own."""
     quiet = "mock-text" if scene.model == "mock-cost" else scene.model  # says the same without the waiting
-    with running_server(scene.model, "--quiet") as server:
+    # What is over is forgotten soon, so that memory that stays is a leak
+    with running_server(scene.model, "--quiet", "--keep", "5") as server:
         answers, report = asyncio.run(crowd(server.url, scene, server))
     judge(answers, report, Engine.load(quiet, max_batch=256 if quiet.startswith("mock") else 16))
     return report

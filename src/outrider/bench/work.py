@@ -24,6 +24,11 @@ rest for half an hour. Add the salt, knead for ten minutes, cover the bowl and l
 warm place. Shape a loaf, let it rise for another hour, cut the top, and bake it at 240 degrees for 15 minutes
 and at 200 degrees for 25 more."""
 
+_PASSAGES = """[1] The Kesten canal was dug between 1868 and 1874 and joins the river Ohm to the northern lake. It has
+eleven locks.
+[2] In 1951 the canal was closed for freight, because the railway beside it was cheaper.
+[3] Since 1987 the canal has been open to pleasure boats from April to October; a passage takes two days."""
+
 _CODE = """class Account:
     def __init__(self, owner, balance=0):
         self.owner = owner
@@ -65,6 +70,10 @@ OWN: Work = {
     "code": [
         f"Add a method transfer(self, other, amount) to this class and print the whole class:\n\n{_CODE}",
         "Write a Python function that reads a CSV file and returns the sum of each column.",
+    ],
+    "retrieval": [
+        f"Answer from these passages and name the passage: {_PASSAGES}\n\nWhy was the canal closed for freight?",
+        f"Answer from these passages and name the passage: {_PASSAGES}\n\nWhen can a boat pass the canal today?",
     ],
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -41,14 +42,14 @@ def routes(service: Service) -> APIRouter:
 
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody) -> Response:
     tenant, entry = tenant_of(request), entry_of(request)
-    asked = await asyncio.to_thread(
-        read_request, body, service.worker.engine, service.settings, name=name_of(request), tenant=tenant
-    )
+    is_small: bool = request.state.is_small
+    read = partial(read_request, body, service.worker.engine, service.settings, name=name_of(request), tenant=tenant)
+    asked = read() if is_small else await asyncio.to_thread(read)
     entry.id, entry.user = asked.id, asked.user
     _check_name(service, asked, tenant)
     answering, headers = Answers(asked, service.spelling), {"X-Request-Id": asked.id}
     try:
-        tickets = await _submit(service, asked, tenant)
+        tickets = await _submit(service, asked, tenant, at_once=is_small)
         if asked.stream:
             return EventStream(
                 answering,
@@ -68,9 +69,9 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     return JSONResponse(whole, headers=headers)
 
 
-async def _submit(service: Service, asked: Asked, tenant: str) -> Sequence[Ticket]:
+async def _submit(service: Service, asked: Asked, tenant: str, *, at_once: bool) -> Sequence[Ticket]:
     """Hand the requests to the engine, and remember them for those who ask later."""
-    tickets = await service.worker.submit(asked.requests)
+    tickets = await service.worker.submit(asked.requests, at_once=at_once)
     record = Record(
         id=asked.id,
         kind=WHOLE[asked.kind],

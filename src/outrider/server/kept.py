@@ -33,6 +33,11 @@ class Record:
     def is_over(self) -> bool:
         return all(not isinstance(choice, Ticket) or choice.stream.is_over for choice in self.choices)
 
+    def settle(self, now: float) -> None:
+        """It is over: what is kept is what clients may ask for, and nothing of the engine."""
+        self.ended = now
+        self.choices = [_view(index, choice) for index, choice in enumerate(self.choices)]
+
     def view(self) -> dict[str, Any]:
         """As clients see it."""
         choices = [_view(index, choice) for index, choice in enumerate(self.choices)]
@@ -90,7 +95,7 @@ class Kept:
         self._pruned = now
         for record in list(self._records.values()):
             if record.ended is None and record.is_over:
-                record.ended = now
+                record.settle(now)
             is_old = record.ended is not None and now - record.ended > self._keep_s
             if is_old or (record.ended is not None and len(self._records) >= MOST):
                 del self._records[record.id]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from outrider.server.worker import Worker
 
 log = logging.getLogger("outrider.server")
 FILE = "requests.snapshot"
+SWITCH_S = 0.001  # after which a step's Python lets the event loop in; 5 ms is Python's own choice
 FAREWELL_S = 5.0  # for connections to take their last bytes
 
 
@@ -88,6 +91,9 @@ class Process:
         self._exit_code = 0
 
     async def run(self, listener: socket.socket) -> int:
+        sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        gc.freeze()  # the model and the modules stay: collections need not walk them again and again
         self._worker.start()
         await self._go_on()
         self._server.when_up = self._announce

@@ -17,7 +17,8 @@ from outrider.server.settings import ServerSettings
 from outrider.server.spelling import Spelling
 from outrider.server.worker import Worker
 
-SMALL = 1 << 15  # bytes of a body that are read at once; more would keep others waiting, and go to a thread
+LIGHT = 1 << 15  # bytes of a body that are parsed at once; more would keep others waiting, and go to a thread
+SMALL = 1 << 11  # bytes of a body that are encoded and handed over at once: a thread would take longer
 _NAME = re.compile("[A-Za-z0-9._-]{1,64}")
 _JSON = re.compile(r"application/(json|[\w.+-]+\+json)\s*(;.*)?", re.IGNORECASE)
 
@@ -40,7 +41,8 @@ class Service:
         if (coding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BodyError(f"the Content-Encoding {coding!r:.40} is not read; send the body as it is")
         raw = await request.body()
-        return parse(model, raw) if len(raw) <= SMALL else await asyncio.to_thread(parse, model, raw)
+        request.state.is_small = len(raw) <= SMALL
+        return parse(model, raw) if len(raw) <= LIGHT else await asyncio.to_thread(parse, model, raw)
 
     def why_not_ready(self) -> str:
         error = self.worker.error

@@ -52,13 +52,16 @@ class Worker:
         self._is_open = True
         self._thread.start()
 
-    async def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Tickets for all of them, or an error and none. Checking and tokenizing happen on another thread."""
+    async def submit(self, requests: Sequence[Request], *, at_once: bool = False) -> list[Ticket]:
+        """Tickets for all of them, or an error and none. Checking and tokenizing happen on another thread, unless they
+        are known to take no time (`at_once`)."""
         self._check_open()
         constraints = {request.constraint for request in requests if request.constraint is not None}
         if constraints:  # a large one may take seconds: it holds up others of its kind only
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiler, self.engine.prepare, constraints)
+        if at_once:
+            return self._tickets(self.engine.open_streams(requests))
         return await self._elsewhere(lambda: self.engine.open_streams(requests))
 
     async def resume(self, open_streams: Callable[[], list[Stream]]) -> list[Ticket]:
@@ -73,6 +76,9 @@ class Worker:
         except asyncio.CancelledError:  # its client left meanwhile: what was opened has no reader
             opening.add_done_callback(_cancel_all)
             raise
+        return self._tickets(streams)
+
+    def _tickets(self, streams: Sequence[Stream]) -> list[Ticket]:
         tickets = [Ticket(stream) for stream in streams]
         for ticket in tickets:
             ticket.stream.notify(functools.partial(self._notice, ticket))
