@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test test-page load lint format real identity serving proofs bench clean
+.PHONY: run test test-page load lint format real identity serving proofs bench benchmarks clean
 
 run: .venv/.torch       ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
@@ -46,8 +46,12 @@ proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
 
 bench: .venv/.dev       ## engine time per token on a mock that costs nothing, then the default model beside transformers
-	$(BIN)/outrider bench
-	$(BIN)/outrider bench --model smollm2
+	$(BIN)/outrider bench engine
+	$(BIN)/outrider bench model
+
+benchmarks: .venv/.dev  ## docs/benchmarks.md anew: every way to draft beside peers, pass costs, the simulator
+	$(INSTALL) llama-cpp-python
+	$(BIN)/outrider bench document --out docs/benchmarks.md --peer transformers --peer llama-cpp --limit 1 --repeats 5
 
 clean:
 	rm -rf .venv

@@ -149,3 +149,36 @@ def test_plots(tmp_path: Path) -> None:
     assert "drafts can pay" in (tmp_path / "a.svg").read_text() or (tmp_path / "a.svg").stat().st_size > 5000
     with pytest.raises(ConfigError, match="another file"):
         plot_curve(points, "mock", tmp_path / "missing" / "a.svg")
+
+
+def test_the_comparison_on_the_command_line(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"category": "a", "turns": ["the rider the rider"]}\n')
+    common = ("bench", "--model", "mock-text", "--prompts", str(prompts), "--max-tokens", "8", "--repeats", "1")
+    done = outrider(*common, "--draft", "ngram", "--width", "2", "--json", str(out), "--markdown")
+    assert done.returncode == 0 and "| outrider | ngram | 2 |" in done.stdout, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["method"], row["width"], row["identical"]) for row in rows} >= {("ngram", 2, True)}
+    prompts.write_text("")
+    for wrong, said in (
+        (common, "no prompts"),
+        (("bench", "--draft", "ngrm"), "ngram"),
+        (("bench", "--peer", "vllm"), "transformers"),
+        (("bench", "--width", "wide"), "auto or numbers"),
+        (("bench", "--model", "mock", "engine"), "write it after engine"),
+        (("bench", "--plot", "a.txt"), ".svg"),
+    ):
+        done = outrider(*wrong)
+        assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_document_of_everything(tmp_path: Path) -> None:
+    out = tmp_path / "all.md"
+    done = outrider(
+        *("bench", "document", "--model", "mock-text", "--draft", "ngram,suffix", "--width", "2", "--limit", "1"),
+        *("--max-tokens", "6", "--repeats", "1", "--out", str(out)),
+    )
+    text = out.read_text()
+    assert done.returncode == 0, done.stderr
+    assert "## What a pass costs" in text and "## The simulator" in text and "| outrider | suffix | 2 |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"all.md", "all.json", "all-ratios.svg", "all-curve.svg"}

@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from outrider.backends.base import Spans
-from outrider.bench.methods import _encode
+from outrider.bench.contest import encode
 from outrider.bench.work import OWN, Work, read_work
 from outrider.engine.engine import Engine
 from outrider.models.source import ModelSource
@@ -97,7 +97,7 @@ def drafts_of(method: str, heads: dict[str, str]) -> str:
 def test_every_shape_says_the_same(
     method: str, path: Path, heads: dict[str, str], work: Work, plain: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = [_encode(plain, prompt)[:700] for some in work.values() for prompt in some[:2]]
+    prompts = [encode(plain, prompt)[:700] for some in work.values() for prompt in some[:2]]
     wanted = answers(plain, prompts, 32)
     engine = Engine.load(path, draft=drafts_of(method, heads), context=2048)
     for name, (width, tree) in SHAPES.items():
@@ -119,8 +119,8 @@ def test_every_shape_says_the_same(
 def test_longer_answers_say_the_same(
     method: str, path: Path, heads: dict[str, str], work: Work, plain: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = [_encode(plain, some[-1])[:700] for some in work.values()]
-    prompts = (prompts + [_encode(plain, some[0])[:700] for some in work.values()])[:8]
+    prompts = [encode(plain, some[-1])[:700] for some in work.values()]
+    prompts = (prompts + [encode(plain, some[0])[:700] for some in work.values()])[:8]
     wanted = answers(plain, prompts, 64)
     engine = Engine.load(path, draft=drafts_of(method, heads), context=2048)
     ties = differences(plain, prompts, answers(engine, prompts, 64, width=5, tree=False), wanted)

@@ -229,7 +229,7 @@ class Throughput:
 
 
 def throughput(model: str, clients: int, max_tokens: int, repeats: int) -> Iterator[Throughput]:
-    """The two take turns."""
+    """The two take turns. Decoded plainly: what a drafter has learned of the answers would not be the same in both."""
     engine = Engine.load(model)
     answers = [Answer(PROMPTS[number % len(PROMPTS)], number, max_tokens) for number in range(clients)]
     requests = [
@@ -237,6 +237,7 @@ def throughput(model: str, clients: int, max_tokens: int, repeats: int) -> Itera
             prompt=answer.prompt,
             max_tokens=max_tokens,
             ignore_eos=True,
+            width=0,
             sampling=SamplingParams(temperature=1.0, seed=answer.seed),
         )
         for answer in answers
@@ -265,6 +266,7 @@ async def _ask_all(url: str, answers: list[Answer]) -> float:
                 "top_p": 1.0,
                 "ignore_eos": True,
                 "stream": True,
+                "speculation": {"off": True},
             }
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for _ in response.aiter_raw():

@@ -9,10 +9,68 @@ import typer
 
 from outrider.cli import options as given
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure. Everything in one run, as ratios.")
+app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer tokens and repeats.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One object per line.")]
+
+
+@app.callback()
+def compare(
+    ctx: typer.Context,
+    model: given.Model = given.DEFAULT,
+    draft: Annotated[
+        str | None, typer.Option(help="Ways to draft, with commas; auto is all of them at the engine's choice.")
+    ] = None,
+    width: Annotated[str, typer.Option(help="Widths, with commas; auto is the engine's choice.")] = "auto",
+    tree: Annotated[str | None, typer.Option(help="Trees of so many tokens, with commas.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with `category` and `turns`, instead of our own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each kind.", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    batch: Annotated[int, typer.Option(help="Prompts answered together.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    peer: Annotated[list[str] | None, typer.Option(help="transformers or llama-cpp, beside ours; repeated.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to a file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ratios into a file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables as markdown.")] = False,
+    threads: given.Threads = None,
+) -> None:
+    """Whether, how and how much speculation pays: every way to draft beside plain decoding, and beside peers.
+
+    Ways take turns prompt by prompt; numbers are ratios to plain decoding of the same engine, with their spread.
+    """
+    if ctx.invoked_subcommand is not None:
+        early = [name for name in ctx.params if _is_given(ctx, name)]
+        if early:
+            option = early[0].removesuffix("_file").replace("_", "-")
+            raise typer.BadParameter(f"write it after {ctx.invoked_subcommand}", param_hint=f"--{option}")
+        return
+    from outrider.bench.compare_settings import CompareSettings, parse_trees, parse_widths
+    from outrider.cli.bench_compare import show_comparison
+
+    settings = CompareSettings(
+        model=model,
+        draft=draft,
+        widths=parse_widths(width),
+        trees=() if tree is None else parse_trees(tree),
+        prompts=prompts,
+        limit=limit,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        threads=threads,
+        batch=batch,
+        repeats=repeats,
+        peers=tuple(peer or ()),
+    )
+    show_comparison(settings, json_file, plot, markdown)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command()
@@ -213,6 +271,40 @@ def serve(
         seed=seed,
         as_json=as_json,
     )
+
+
+@app.command()
+def document(
+    out: Annotated[Path, typer.Option(help="Where to write it; pictures and JSON go beside it.")] = Path(
+        "benchmarks.md"
+    ),
+    model: given.Model = given.DEFAULT,
+    draft: Annotated[str, typer.Option(help="Ways to draft, with commas.")] = "ngram,suffix,layerskip,auto",
+    width: Annotated[str, typer.Option(help="Widths, with commas.")] = "auto,3",
+    simulated: Annotated[str, typer.Option(help="Drafts of the simulator's comparison, with commas.")] = "ngram,suffix",
+    limit: Annotated[int | None, typer.Option(help="Prompts of each kind.", min=1)] = None,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    peer: Annotated[list[str] | None, typer.Option(help="transformers or llama-cpp; repeated.")] = None,
+    threads: given.Threads = None,
+) -> None:
+    """Everything about one model on this machine as one document: comparison, pass costs, simulator."""
+    from outrider.bench.compare_settings import CompareSettings, parse_widths
+    from outrider.bench.document import Plan
+    from outrider.cli.bench_compare import write_document
+
+    settings = CompareSettings(
+        model=model,
+        draft=draft,
+        widths=parse_widths(width),
+        limit=limit,
+        max_tokens=max_tokens,
+        threads=threads,
+        repeats=repeats,
+        peers=tuple(peer or ()),
+    )
+    names = [one.strip() for one in simulated.split(",")]
+    write_document(Plan(out=out, compare=settings, simulated=names, repeats=repeats))
 
 
 def numbers(given: str | None, option: str) -> list[int] | None:

@@ -43,31 +43,6 @@ def show_model(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | 
             typer.echo(f"{reading.name:<46}{reading.median:>9.4g}{span:>20}  {reading.unit}")
 
 
-def show_methods(
-    quick: bool,
-    as_json: bool,
-    model: str = DEFAULT,
-    draft: str = "ngram,suffix",
-    prompts: Path | None = None,
-    threads: int | None = None,
-) -> None:
-    """Acceptance and speed of every way to draft, by kind of work; speed is a ratio to plain decoding."""
-    from outrider.bench.methods import readings
-    from outrider.bench.work import read_work
-
-    if not as_json:
-        typer.echo(f"{'kind':<16}{'way':<34}{'kept':>6}{'tokens/round':>14}{'drafting':>10}{'speed':>8}  90 % interval")
-    work = None if prompts is None else read_work(prompts)
-    for reading in readings(model, draft=draft, work=work, quick=quick, threads=threads):
-        if as_json:
-            typer.echo(json.dumps(asdict(reading)))
-            continue
-        numbers = f"{reading.acceptance:>6.0%}{reading.tokens_per_round:>14.2f}{reading.drafting:>10.0%}"
-        span = f"{reading.speed:>8.2f}  {reading.low:.2f} - {reading.high:.2f}"
-        note = "" if reading.same else "  NOT the plain text"
-        typer.echo(f"{reading.kind:<16}{reading.way:<34}{numbers}{span}{note}")
-
-
 def show_lookups(quick: bool, as_json: bool) -> None:
     """What ngram and suffix cost at 8,000 tokens of context and 1,000,000 of past text."""
     from outrider.bench.lookups import readings
