@@ -58,7 +58,7 @@ def test_a_taste_of_the_grid(name: str) -> None:
     assert measure(GRID[name], 6_000 if GRID[name].tree else 15_000) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("count", [10_000, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5_000, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
 def test_a_batch_of_different_settings_keeps_every_law(count: int) -> None:
     """Requests with different controls, rules and widths share every pass; each follows its own law."""
     mixed = [

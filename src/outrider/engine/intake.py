@@ -26,6 +26,9 @@ from outrider.tokenizer.base import ChatTokenizer, TextStream, Tokenizer
 from outrider.types import FORCED, Constraint, Job, Prompt, Request, SamplingParams
 
 
+LEAST = 16  # letters that the longest token of a vocabulary has at least, as far as we are concerned
+
+
 class Intake:
     """Turns requests into jobs for one engine."""
 
@@ -105,7 +108,10 @@ class Intake:
     def _longest_token(self) -> int:
         """Letters that one token can stand for, and some more: a tokenizer may drop spaces or join signs."""
         assert self._tokenizer is not None, "asked only where text is encoded"
-        return 4 * max(len(self._tokenizer.token_bytes(token)) for token in range(self._info.vocab_size))
+        try:
+            return 4 * max(LEAST, *(len(self._tokenizer.token_bytes(token)) for token in range(self._info.vocab_size)))
+        except Exception:  # a tokenizer of somebody's own that cannot tell: encoding will
+            return 1 << 32
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
