@@ -600,9 +600,14 @@ def test_hosts_and_origins() -> None:
 def test_a_full_queue_says_when_to_come_back() -> None:
     scheduling = SchedulerConfig(max_batch=1, max_queue=1)
     with another(loading={"scheduling": scheduling}) as small:
-        response = small.post(TEXT, {"prompt": "a", "n": 3})
+        never = small.refusal(TEXT, {"prompt": "a", "n": 3})
+        assert never["param"] == "n" and "ask for less" in never["message"]  # waiting would not help
+        waiting = small.worker.engine.open_streams(["a", "b"], max_tokens=4000)
+        response = small.post(TEXT, {"prompt": "a"})
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["code"] == "queue_full"
+        for stream in waiting:
+            stream.cancel()
         assert small.ask(TEXT, prompt="a", n=2)
         small.worker.refuse()
         response = small.post(TEXT, {"prompt": "a"})

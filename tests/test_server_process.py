@@ -234,3 +234,29 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_the_helper_tells_why_a_server_did_not_start() -> None:
     with pytest.raises(Exception, match="did not start"):
         ServerProcess(["no-such-model"])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_still_waits_when_the_time_is_over_is_told(tmp_path: Path, lost: bool) -> None:
+    """After the drain, and when the snapshot cannot be written: an error in the usual shape, never a cut."""
+    folder = tmp_path / "state"
+    leaving = ("--snapshot-dir", str(folder)) if lost else ("--drain", "0.2")
+    with running_server("mock-cost", "--quiet", *leaving) as server:
+        caller = Caller(server.url, 1, max_tokens=3000)
+        caller.start()
+        assert caller.begun.wait(20)
+        if lost:
+            folder.rmdir()
+        assert server.end() == (1 if lost else 0)
+        caller.join(20)
+    assert caller.error is not None and "ask again" in caller.error["message"]
+
+
+def test_a_request_that_ends_while_the_server_goes_down_does_not_stop_the_next_start() -> None:
+    from outrider.server.kept import Kept
+
+    kept = Kept(60.0)
+    note = {"id": "a", "kind": "text_completion", "tenant": "", "user": None, "created": 1, "choices": ["a"]}
+    kept.restore([note], {})
+    found = kept.find("a", "")
+    assert found is not None and found["status"] == "done" and found["choices"][0]["finish_reason"] == "cancelled"

@@ -168,7 +168,7 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Requests that share a pass.")] = 64,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 1024,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
-    max_output: Annotated[int | None, typer.Option(help="The longest answer a request may ask for.")] = None,
+    max_output: Annotated[int | None, typer.Option(help="The longest answer a request may ask for.", min=1)] = None,
     max_body: Annotated[str, typer.Option(help="The longest request body.")] = "4MiB",
     kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 4GiB.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Only who has it may ask; may be repeated.")] = None,
@@ -194,7 +194,7 @@ def serve(
     serving.serve_model(
         {
             **given.loading(**chosen),
-            "cache_bytes": serving.size(kv_memory),
+            "cache_bytes": serving.size(kv_memory, "--kv-memory"),
         },
         SchedulerConfig(
             max_batch=max_batch,
@@ -206,7 +206,7 @@ def serve(
         name=name or serving.model_name(chosen["model"]),
         place={"host": host, "port": port, "snapshot_dir": snapshot_dir, "drain_s": drain},
         limits={
-            "max_body": serving.size(max_body),
+            "max_body": serving.size(max_body, "--max-body"),
             "max_output": max_output,
             "origins": tuple(origin or ()),
             "hosts": serving.hosts(host, allow_host or []),

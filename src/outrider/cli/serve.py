@@ -70,13 +70,13 @@ def hosts(host: str, allowed: list[str]) -> tuple[str, ...]:
     return (*LOCAL, *(name.lower() for name in allowed)) if host in LOCAL or allowed else ()
 
 
-def size(given: str | None) -> int | None:
+def size(given: str | None, option: str) -> int | None:
     """Bytes of "4GiB", "500MB" or a plain number."""
     if given is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", given.lower())
     if match is None:
-        raise typer.BadParameter(f"takes a size such as 4GiB or 500MB, got {given!r}", param_hint="--kv-memory")
+        raise typer.BadParameter(f"takes a size such as 4GiB or 500MB, got {given!r}", param_hint=option)
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 

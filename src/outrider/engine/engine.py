@@ -313,48 +313,56 @@ class Engine:
         self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
     ) -> list[Job]:
         """Jobs for all prompts, in line; nothing is started when one of them is wrong. Never waits for a step."""
+        self._check_room(len(prompts))
         constraints = {prompt.constraint for prompt in prompts if isinstance(prompt, Request)}
-        self.prepare({*constraints, settings.get("constraint")})  # before the lock: others need not wait for it
-        with self._intake_lock:
-            if not self._is_open:
-                raise NotReadyError("the engine is closed; build a new one with Engine.load")
-            self._check_queue(len(prompts))
-            names: set[str] = set()
-            jobs = []
-            for index, prompt in enumerate(prompts):
-                try:
-                    jobs.append(self._job(prompt, settings, names))
-                except RequestError as error:
-                    if len(prompts) == 1:
-                        raise
-                    raise type(error)(f"prompt {index}: {error.message}", param=error.param) from None
+        self.prepare({*constraints, settings.get("constraint")})
+        jobs = []
+        for index, prompt in enumerate(prompts):
+            try:
+                jobs.append(self._intake.job(Request.of(prompt, settings, self._defaults), "", self.clock.now()))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompt {index}: {error.message}", param=error.param) from None
+        with self._intake_lock:  # not before: reading a long prompt takes its time, and others want to join, too
+            self._check_room(len(jobs))
+            self._name(jobs)
             for job in jobs:
+                job.statistics.costs = self.loop.statistics.costs
                 job.outbox = deque() if streaming else None
                 self.loop.add(job)
-            return jobs
+        return jobs
 
-    def _check_queue(self, num_requests: int) -> None:
+    def _check_room(self, num_requests: int) -> None:
         """Whether so many more may join: the batch and the line behind it have an end."""
+        if not self._is_open:
+            raise NotReadyError("the engine is closed; build a new one with Engine.load")
         config = self._scheduling
-        if config.max_queue is not None and len(self.loop.jobs) + num_requests > config.max_batch + config.max_queue:
+        if config.max_queue is None:
+            return
+        most = config.max_batch + config.max_queue
+        if num_requests > most:
+            raise RequestError(
+                f"{num_requests} answers were asked for at once, and {most} fit in here; ask for less", param="n"
+            )
+        if len(self.loop.jobs) + num_requests > most:
             raise QueueFullError(
                 f"{len(self.loop.jobs)} requests run or wait, and {config.max_batch} + {config.max_queue} may; "
                 "try again when some have ended"
             )
 
-    def _job(self, prompt: Prompt | Request, settings: Mapping[str, Any], names: set[str]) -> Job:
-        """A job under a name of its own, which is added to `names`."""
-        request = Request.of(prompt, settings, self._defaults)
-        name = request.request_id
-        if name is not None and self._is_taken(name, names):
-            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        while name is None or self._is_taken(name, names):
-            self._num_submitted += 1
-            name = f"request-{self._num_submitted}"
-        job = self._intake.job(request, name, self.clock.now())
-        job.statistics.costs = self.loop.statistics.costs
-        names.add(name)
-        return job
+    def _name(self, jobs: Sequence[Job]) -> None:
+        """Each gets the name its request asked for, or one of its own."""
+        names: set[str] = set()
+        for job in jobs:
+            name = job.request.request_id
+            if name is not None and self._is_taken(name, names):
+                raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+            while name is None or self._is_taken(name, names):
+                self._num_submitted += 1
+                name = f"request-{self._num_submitted}"
+            job.request_id = name
+            names.add(name)
 
     def _is_taken(self, name: str, names: set[str]) -> bool:
         return name in names or name in self.loop.jobs
@@ -400,7 +408,7 @@ class Engine:
                         f"request_id {job.request_id!r} is in use; wait for that request to end, or cancel it",
                         param="request_id",
                     )
-            self._check_queue(len(jobs))
+            self._check_room(len(jobs))
             for job in jobs:
                 job.statistics.costs = self.loop.statistics.costs
                 job.outbox = deque()

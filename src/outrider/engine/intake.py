@@ -25,7 +25,6 @@ from outrider.sampling.noise import seed_words
 from outrider.tokenizer.base import ChatTokenizer, TextStream, Tokenizer
 from outrider.types import FORCED, Constraint, Job, Prompt, Request, SamplingParams
 
-
 LEAST = 16  # letters that the longest token of a vocabulary has at least, as far as we are concerned
 
 

@@ -92,12 +92,13 @@ class Kept:
         now = time.monotonic()
         if now - self._pruned < 1.0 and len(self._records) < MOST:
             return
-        self._pruned = now
+        self._pruned, is_full = now, len(self._records) >= MOST  # then some room is made, not one place
         for record in list(self._records.values()):
             if record.ended is None and record.is_over:
                 record.settle(now)
             is_old = record.ended is not None and now - record.ended > self._keep_s
-            if is_old or (record.ended is not None and len(self._records) >= MOST):
+            is_one_too_many = record.ended is not None and len(self._records) > 0.9 * MOST and is_full
+            if is_old or is_one_too_many:
                 del self._records[record.id]
 
     @property
@@ -128,8 +129,16 @@ class Kept:
     def restore(self, notes: Sequence[Mapping[str, Any]], tickets: Mapping[str, Ticket]) -> None:
         """What `notes` gave, with the tickets of what goes on."""
         for note in notes:
-            choices = [tickets[choice] if isinstance(choice, str) else choice for choice in note["choices"]]
+            choices = [
+                choice if not isinstance(choice, str) else tickets.get(choice) or _gone(index)
+                for index, choice in enumerate(note["choices"])
+            ]
             self.add(Record(**{**note, "choices": choices}))
+
+
+def _gone(index: int) -> dict[str, Any]:
+    """A choice whose client ended it while the server went down."""
+    return {"index": index, "text": "", "token_ids": [], "finish_reason": "cancelled", "error": None}
 
 
 def _view(index: int, choice: Ticket | dict[str, Any]) -> dict[str, Any]:

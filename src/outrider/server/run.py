@@ -24,7 +24,7 @@ import uvicorn
 
 from outrider.engine.engine import Engine
 from outrider.engine.snapshot import Snapshot
-from outrider.errors import ConfigError, SnapshotError
+from outrider.errors import ConfigError
 from outrider.server.app import create_app
 from outrider.server.settings import ServerSettings
 from outrider.server.worker import Worker
@@ -138,9 +138,13 @@ class Process:
                 await self._save(self._file)
             elif not await self._worker.drained(self._place.drain_s):
                 log.warning("%d requests were still running", self._worker.engine.num_requests)
-        except SnapshotError:
+                await self._worker.pause()
+                self._worker.suspend()
+        except Exception:
             log.exception("what was running could not be saved")
             self._exit_code = 1
+            await self._worker.pause()
+            self._worker.suspend()
         finally:
             self._server.should_exit = True
 
@@ -149,10 +153,13 @@ class Process:
         await self._worker.pause()
         if self._worker.error is not None:
             return
-        notes = {"records": self._worker.kept.notes()}
-        count = await asyncio.to_thread(self._worker.engine.snapshot, path, notes=notes)
-        log.info("%d requests were saved to %s", count, path)
-        self._worker.suspend()
+        engine, records = self._worker.engine, self._worker.kept.notes()
+        known = {choice for record in records for choice in record["choices"] if isinstance(choice, str)}
+        open_now = {name for name, job in engine.loop.jobs.items() if name in known and not job.cancelled}
+        # In one go, before the event loop serves anybody: what a client ends or asks now is in both or in neither
+        engine.snapshot(path, sorted(open_now), notes={"records": records})
+        log.info("%d requests were saved to %s", len(open_now), path)
+        self._worker.suspend(open_now)
 
     def _died(self) -> None:
         self._exit_code = 1

@@ -119,6 +119,11 @@ def _asked(
     check_model(body.model, settings)
     speculation, is_silent, logprobs = body.speculation or Speculation(), _is_silent(body), _logprobs(body)
     _check_stream(body, speculation)
+    if speculation.trace and logprobs is not None and _echoes(body):
+        raise RequestError(
+            "speculation.trace does not go with echo and logprobs, which come at once at the end; leave one out",
+            param="speculation.trace",
+        )
     flat = {
         **{theirs: getattr(body, ours) for ours, theirs in SETTINGS.items()},
         **_speculation(speculation, engine),

@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from outrider.engine.engine import Engine
@@ -97,16 +97,23 @@ class Worker:
         if not self._is_open:
             raise NotReadyError("the server is shutting down; ask another one, or try again in a moment")
 
-    def suspend(self) -> None:
-        """After `pause` and a snapshot: whoever waits is told where the answer will be."""
+    def suspend(self, saved: Collection[str] = ()) -> None:
+        """After `pause`: whoever waits is told that nothing follows here, and where the answer will be if it was saved.
+
+        saved: requests in a snapshot, by the id that the engine knows them by.
+        """
         names = self.kept.names
         self.error = NotReadyError("the server is going down")
-        self._tell_everybody(
-            lambda job: NotReadyError(
+
+        def say(job: Job) -> OutriderError:
+            if job.request_id not in saved:
+                return NotReadyError("the server went down before this answer was finished; ask again")
+            return NotReadyError(
                 "the server goes down and has saved this request; when it is back, GET "
-                f"/v1/requests/{names.get(job.request_id, job.request_id)} has its tokens"
+                f"/v1/requests/{names[job.request_id]} has its tokens"
             )
-        )
+
+        self._tell_everybody(say)
 
     def refuse(self) -> None:
         """Take no more requests; those that run go on."""
