@@ -85,16 +85,24 @@ def test_measured_beside_predicted() -> None:
     assert all(one.low <= one.measured <= one.high and one.predicted > 0 for one in verdicts)
 
 
-def standing(name: str, ratios: list[float]) -> tune.Standing:
-    return tune.Standing(tune.Way("ngram", "ngram", int(name)), ratios)
+def standing(width: int, ratios: list[float]) -> tune.Standing:
+    return tune.Standing(tune.Way("ngram", "ngram", width), ratios, is_final=True)
 
 
-def test_what_tune_chooses() -> None:
-    early, best, worse = standing("1", [3.0]), standing("2", [1.3, 1.2, 1.25]), standing("3", [1.1, 1.0, 1.2])
-    found = tune._judged("m", [early, best, worse], 3, 1.0, True)
-    assert found.way == best.way and found.ratio == 1.25  # one lucky prompt proves nothing
-    assert tune._judged("m", [standing("2", [1.01, 1.0, 1.02])], 3, 1.0, True).way is None
-    assert tune._judged("m", [], 3, 1.0, False).way is None
+@pytest.mark.parametrize(
+    ("ratios", "is_chosen"),
+    [
+        ([1.3, 1.2, 1.25, 1.1], True),
+        ([1.3, 1.2, 0.7, 0.8], False),  # the median is fine, and half of the prompts are slower
+        ([1.01, 1.0, 1.02, 1.01], False),
+        ([], False),
+    ],
+)
+def test_what_tune_chooses(ratios: list[float], is_chosen: bool) -> None:
+    final = standing(2, ratios)
+    found = tune._judged("m", final, [standing(1, [9.0])], 3, 1.0, True)
+    assert found.way == (final.way if is_chosen else None)
+    assert tune._judged("m", None, [], 3, 1.0, False).way is None
 
 
 def test_tune_writes_what_the_other_commands_read(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from outrider.bench.compare import Comparison, Report
 from outrider.bench.compare_settings import CompareSettings
 from outrider.bench.machine import commit
 from outrider.bench.report import as_markdown, plot, write_json
+from outrider.bench.work import OWN
 
 Tell = Callable[[str], None]
 WIDTHS = (1, 3, 6)  # that the simulator is compared at
+WORK = {kind: OWN[kind] for kind in ("extraction", "code", "summary", "chat")}  # where lookups find something, or not
 INTRODUCTION = """Written by `{command}` on {day}, commit {commit}. Ratios are to plain decoding of the same engine,
 measured in turn in the same run, so a noisy machine hits both alike. Speeds are of this machine on this day."""
 
@@ -41,7 +43,10 @@ def write(plan: Plan, tell: Tell, progress: Callable[[int, int, str], None]) -> 
         parts.append(part)
         plan.out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
-    add(_compared(plan, tell, progress))
+    compared, is_whole = _compared(plan, tell, progress)
+    add(compared)
+    if not is_whole:
+        raise KeyboardInterrupt
     tell("passes by their number of rows")
     add(_curve(plan))
     tell("the simulator beside what is measured")
@@ -54,19 +59,20 @@ def _introduction(plan: Plan) -> str:
     )
 
 
-def _compared(plan: Plan, tell: Tell, progress: Callable[[int, int, str], None]) -> str:
+def _compared(plan: Plan, tell: Tell, progress: Callable[[int, int, str], None]) -> tuple[str, bool]:
+    """The part, and whether it is whole."""
     with Comparison.open(plan.compare, tell) as comparison:
+        is_whole = True
         try:
             comparison.run(progress)
-        finally:
-            report: Report = comparison.report()
+        except KeyboardInterrupt:
+            is_whole = False
+        report: Report = comparison.report()
     picture, data = _beside(plan, "ratios.svg"), _beside(plan, "json")
     plot(report, picture)
     write_json(report, data)
-    return (
-        f"## Every way to draft, and peers\n\n![ratios]({picture.name})\n\n{as_markdown(report)}\n\n"
-        f"All rows: [{data.name}]({data.name})."
-    )
+    part = f"## Every way to draft, and peers\n\n![ratios]({picture.name})\n\n{as_markdown(report)}\n\n"
+    return f"{part}All rows: [{data.name}]({data.name}).", is_whole
 
 
 def _curve(plan: Plan) -> str:
@@ -94,7 +100,16 @@ def _curve(plan: Plan) -> str:
 
 def _simulated(plan: Plan) -> str:
     settings = [simulate.Setting(draft, width) for draft in plan.simulated for width in WIDTHS]
-    verdicts = list(simulate.measured(plan.compare.model, settings, repeats=plan.repeats, threads=plan.compare.threads))
+    verdicts = list(
+        simulate.measured(
+            plan.compare.model,
+            settings,
+            work=WORK,
+            num_tokens=plan.compare.max_tokens,
+            repeats=plan.repeats,
+            threads=plan.compare.threads,
+        )
+    )
     rows = (
         (
             one.setting.name,

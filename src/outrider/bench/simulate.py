@@ -31,6 +31,7 @@ from outrider.errors import ConfigError
 from outrider.types import Drafts, Job, Request, SamplingParams, Scores
 
 MODEL = MockConfig(vocab_size=16, seed=3, order=1, context=4096)
+LOOKUPS = ("ngram", "suffix")
 CURVES: dict[str, dict[int, float]] = {  # rows of a pass -> its cost, 1 for a single row
     "flat": {1: 1.0, 64: 1.63},
     "compute": {1: 1.0, 64: 64.0},
@@ -41,10 +42,12 @@ CURVES: dict[str, dict[int, float]] = {  # rows of a pass -> its cost, 1 for a s
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds. `curve` has some numbers of rows; between them it is straight, beyond the last it goes on."""
+    """Seconds: of a drafted token, of asking for drafts at all, of what surrounds a pass. `curve` has some numbers of
+    rows; between them it is straight, beyond the last it goes on."""
 
     curve: Mapping[int, float]
     draft_s: float = 0.0
+    look_s: float = 0.0
     round_s: float = 0.0
 
     def pass_s(self, rows: int) -> float:
@@ -132,7 +135,8 @@ class _Prophet(NoDrafter):
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         proposals = [self._proposal(job, width) for job, width in zip(jobs, widths, strict=True)]
-        self._time.sleep(self._case.costs.draft_s * max((len(one) for one in proposals), default=0))
+        costs = self._case.costs
+        self._time.sleep(costs.look_s + costs.draft_s * max((len(one) for one in proposals), default=0))
         return certain(proposals)
 
     def _proposal(self, job: Job, width: int) -> list[int]:
@@ -197,6 +201,7 @@ def measured(
     *,
     work: Work | None = None,
     num_tokens: int = 64,
+    num_prompts: int = 4,
     repeats: int = 5,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -206,7 +211,7 @@ def measured(
         raise ConfigError("name at least one draft and width to compare", param="draft")
     drafts = ",".join(dict.fromkeys(setting.draft for setting in settings))
     engine = Engine.load(model, draft=drafts, threads=threads)
-    prompts = [engine.encode(prompt)[:256] for some in (work or OWN).values() for prompt in some[:1]]
+    prompts = [engine.encode(prompt)[:256] for some in (work or OWN).values() for prompt in some[:1]][:num_prompts]
     names = dict(zip(drafts.split(","), engine.methods[1:], strict=True))
     tenants = (f"run-{number}" for number in itertools.count())
     context = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
@@ -276,10 +281,12 @@ def _verdict(setting: Setting, plain: _Taken, wide: _Taken, curve: Mapping[int, 
     whole = {
         count: seconds + around["plain"] + max(0.0, slope) * (count - rows["plain"]) for count, seconds in curve.items()
     }
-    deepest_of_a_pass = max(wide.drafted / max(wide.wide, 1), 1e-9)
+    # A lookup costs the same whatever it finds; a model's draft costs by the token.
+    is_lookup, drafting = setting.draft in LOOKUPS, wide.draft_s / wide.passes
+    per_token = 0.0 if is_lookup else drafting / setting.width
     case = Case(
         acceptance=acceptance,
-        costs=Costs(whole, wide.draft_s / wide.passes / deepest_of_a_pass),
+        costs=Costs(whole, per_token, drafting if is_lookup else 0.0),
         width=setting.width,
         batch=setting.batch,
         depths=depths,

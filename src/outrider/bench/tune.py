@@ -1,8 +1,9 @@
 """Finding the way to decode that is quickest for somebody's own prompts, within a time limit.
 
-All ways take turns on one prompt after another, each beside plain decoding; after every turn through the prompts the
-slower half leaves, and what is left has more time. What wins must beat plain decoding by more than the noise, or plain
-decoding it is.
+A contest: all ways take turns on one prompt after another, each beside plain decoding, and after every few prompts the
+slower half leaves. Whoever is left is then measured anew on all prompts: the best of many noisy numbers looks better
+than it is. It is chosen if three prompts of four are quicker by it, and the median by a little more than noise; else
+plain decoding is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from outrider.tokenizer.base import ChatTokenizer
 WIDTHS: tuple[int | None, ...] = (None, 1, 2, 3, 4, 6, 8, 12)  # None: the engine chooses
 TREES = (8, 16)
 MARGIN = 1.02  # over plain decoding, for a way to be worth a setting
-LEAST_TURNS = 2
+BETWEEN = 4  # prompts after which the slower half leaves
+CONTEST = 0.6  # share of the time for finding the best; the rest is for measuring it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Standing:
 
     way: Way
     ratios: list[float] = field(default_factory=list)
+    is_final: bool = False  # measured anew after the contest
 
     @property
     def ratio(self) -> float:
@@ -113,34 +116,52 @@ def tune(
         )
         return time.perf_counter() - begun
 
+    def time_used() -> float:
+        return (time.perf_counter() - started) / limit_s
+
+    def compare(prompt: list[int], some: Sequence[Standing], until: float) -> None:
+        plain = seconds_of(prompt, None)
+        for standing in some:
+            if progress is not None:
+                progress(time_used(), standing.way.name)
+            standing.ratios.append(plain / seconds_of(prompt, standing.way))
+            if time_used() > until:
+                return
+
+    final: Standing | None = None
     try:
         seconds_of(prompts[0], None)
         left = list(standings)
-        for turn, prompt in enumerate(itertools.cycle(prompts)):
-            plain = seconds_of(prompt, None)
-            for standing in left:
-                if progress is not None:
-                    progress((time.perf_counter() - started) / limit_s, standing.way.name)
-                standing.ratios.append(plain / seconds_of(prompt, standing.way))
-            is_late = time.perf_counter() - started > limit_s
-            if is_late or (len(left) == 1 and turn + 1 >= 2 * len(prompts)):
+        for turn, prompt in enumerate(itertools.cycle(prompts), 1):
+            compare(prompt, left, CONTEST)
+            if turn % BETWEEN == 0:
+                left = sorted(left, key=lambda one: -one.ratio)[: (len(left) + 1) // 2]
+            if len(left) == 1 or time_used() > CONTEST:
                 break
-            if (turn + 1) % LEAST_TURNS == 0 and len(left) > 1:
-                left = sorted(left, key=lambda one: -one.ratio)[: max(1, (len(left) + 1) // 2)]
+        final = Standing(max(left, key=lambda one: one.ratio).way, is_final=True)
+        for prompt in prompts:
+            compare(prompt, [final], 1.0)
+            if time_used() > 1.0:
+                break
     except KeyboardInterrupt:
         is_complete = False
-    return _judged(model, standings, len(prompts), time.perf_counter() - started, is_complete)
+    return _judged(model, final, standings, len(prompts), time.perf_counter() - started, is_complete)
 
 
-def _judged(model: str, standings: Sequence[Standing], num_prompts: int, seconds: float, is_complete: bool) -> Tuned:
-    tried = [standing for standing in standings if standing.ratios]
-    most = max((len(standing.ratios) for standing in tried), default=0)
-    last = [standing for standing in tried if len(standing.ratios) == most]
-    best = max(last, key=lambda one: one.ratio, default=None)
-    ordered = sorted(tried, key=lambda one: -one.ratio)
-    if best is None or best.ratio < MARGIN:
+def _judged(
+    model: str,
+    final: Standing | None,
+    standings: Sequence[Standing],
+    num_prompts: int,
+    seconds: float,
+    is_complete: bool,
+) -> Tuned:
+    tried = sorted((one for one in standings if one.ratios), key=lambda one: (-len(one.ratios), -one.ratio))
+    ordered = [*([final] if final is not None and final.ratios else []), *tried]
+    is_better = final is not None and bool(final.ratios) and final.ratio >= MARGIN and final.low > 1.0
+    if final is None or not is_better:
         return Tuned(model, None, 1.0, num_prompts, seconds, ordered, is_complete)
-    return Tuned(model, best.way, best.ratio, num_prompts, seconds, ordered, is_complete)
+    return Tuned(model, final.way, final.ratio, num_prompts, seconds, ordered, is_complete)
 
 
 def _mixed(work: Work) -> Iterator[str]:

@@ -52,18 +52,19 @@ def show_simulation(acceptance: float, draft_cost: float, curve: str, widths: st
     if curve not in simulate.CURVES:
         raise typer.BadParameter(f"choose one of {', '.join(simulate.CURVES)}, got {curve!r}", param_hint="--curve")
     costs = simulate.Costs(simulate.CURVES[curve], draft_cost)
+    chosen = [None if width.strip() == "auto" else _numbers(width, "--widths")[0] for width in widths.split(",")]
+    sizes = _numbers(batches, "--batches")
     if not as_json:
         typer.echo(f"{'width':>8}{'batch':>7}{'speed':>8}{'tokens/round':>14}")
-    for batch in _numbers(batches, "--batches"):
-        for width in [part.strip() for part in widths.split(",")]:
-            chosen = None if width == "auto" else _numbers(width, "--widths")[0]
-            most = 16 if chosen is None else chosen
-            case = simulate.Case(simulate.constant(acceptance, most), costs, chosen, batch)
-            found = simulate.simulate(case)
+    for batch in sizes:
+        for width in chosen:
+            most, name = (16, "auto") if width is None else (width, str(width))
+            found = simulate.simulate(simulate.Case(simulate.constant(acceptance, most), costs, width, batch))
             if as_json:
-                typer.echo(json.dumps({"width": width, "batch": batch, "speed": found.speed}))
+                told = {"width": name, "batch": batch, "speed": found.speed, "tokens_per_round": found.tokens_per_round}
+                typer.echo(json.dumps(told))
             else:
-                typer.echo(f"{width:>8}{batch:>7}{found.speed:>8.2f}{found.tokens_per_round:>14.2f}")
+                typer.echo(f"{name:>8}{batch:>7}{found.speed:>8.2f}{found.tokens_per_round:>14.2f}")
 
 
 def show_comparison(
@@ -97,6 +98,9 @@ def show_comparison(
 
 def _numbers(given: str, option: str) -> list[int]:
     try:
-        return [int(part) for part in given.split(",") if part.strip()]
+        found = [int(part) for part in given.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"takes whole numbers with commas, got {given!r}", param_hint=option) from None
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"takes numbers from 1 on with commas, got {given!r}", param_hint=option)
+    return found

@@ -34,7 +34,9 @@ def show_tuning(
     if sys.stderr.isatty():
         typer.echo("\r" + " " * 70 + "\r", nl=False, err=True)
     for standing in found.standings[:SHOWN]:
-        typer.echo(f"{standing.way.name:<34}{standing.ratio:>6.2f}x of plain  ({len(standing.ratios)} prompts)")
+        what = "measured anew" if standing.is_final else "in the contest"
+        numbers = f"{standing.ratio:>6.2f}x of plain  ({len(standing.ratios)} prompts {what})"
+        typer.echo(f"{standing.way.name:<34}{numbers}")
     _save(found, out, threads)
     best = "plain decoding is best here" if found.way is None else f"{found.way.name}: {found.ratio:.2f}x of plain"
     early = "" if found.is_complete else " (interrupted: this is what was known)"
@@ -55,8 +57,13 @@ def _save(found: Tuned, out: Path, threads: int | None) -> None:
     settings_file.write(
         out,
         settings,
-        [f"Written by outrider tune on {today}, after {found.seconds:.0f} s with {found.num_prompts} prompts."],
-        {standing.way.name: round(standing.ratio, 3) for standing in found.standings},
+        [f"Written by outrider tune on {today}, after {found.seconds:.0f} s. Measured: speed over plain decoding."],
+        {
+            f"{standing.way.name}{' (final)' if standing.is_final else ''}, {len(standing.ratios)} prompts": round(
+                standing.ratio, 3
+            )
+            for standing in found.standings
+        },
     )
 
 
