@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.bench.asking import import_httpx
 from outrider.bench.process import ServerProcess, running_server
 from outrider.engine.engine import Engine
-from outrider.errors import MissingPackageError
 from outrider.types import Request, SamplingParams
 
 PROMPTS = (
@@ -78,15 +78,7 @@ class Report:
 
 async def stream(client: Any, url: str, answer: Answer, leave_after: int | None) -> None:
     """One streamed request; `leave_after` so many rounds the client is gone."""
-    body = {
-        "prompt": answer.prompt,
-        "seed": answer.seed,
-        "max_tokens": answer.max_tokens,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "stream": True,
-        "speculation": {"trace": True},
-    }
+    body = _body(answer, speculation={"trace": True})
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
@@ -115,7 +107,7 @@ def _take(chunk: dict[str, Any], answer: Answer) -> None:
 
 async def crowd(url: str, scene: Scene, server: ServerProcess) -> tuple[list[Answer], Report]:
     """All clients for the whole time."""
-    httpx = _httpx()
+    httpx = import_httpx()
     until = time.monotonic() + scene.seconds
     answers: list[Answer] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=scene.clients)
@@ -254,20 +246,11 @@ def throughput(model: str, clients: int, max_tokens: int, repeats: int) -> Itera
 
 async def _ask_all(url: str, answers: list[Answer]) -> float:
     """Seconds until all have their streams whole."""
-    httpx = _httpx()
+    httpx = import_httpx()
     async with httpx.AsyncClient(timeout=600.0, limits=httpx.Limits(max_connections=None)) as client:
 
         async def one(answer: Answer) -> None:
-            body = {
-                "prompt": answer.prompt,
-                "seed": answer.seed,
-                "max_tokens": answer.max_tokens,
-                "temperature": 1.0,
-                "top_p": 1.0,
-                "ignore_eos": True,
-                "stream": True,
-                "speculation": {"off": True},
-            }
+            body = _body(answer, speculation={"off": True}, ignore_eos=True)
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for _ in response.aiter_raw():
                     pass
@@ -277,9 +260,7 @@ async def _ask_all(url: str, answers: list[Answer]) -> float:
         return time.perf_counter() - started
 
 
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ImportError:
-        raise MissingPackageError("this bench needs httpx; install it with pip install 'outrider[serve]'") from None
-    return httpx
+def _body(answer: Answer, **more: Any) -> dict[str, Any]:
+    """What is asked: everything that decides about the tokens is said."""
+    asked = {"prompt": answer.prompt, "seed": answer.seed, "max_tokens": answer.max_tokens}
+    return {**asked, "temperature": 1.0, "top_p": 1.0, "stream": True, **more}
