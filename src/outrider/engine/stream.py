@@ -60,6 +60,11 @@ class Stream:
         return self._job.done
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was let in; before, and after it had to give way, it waits in line."""
+        return self._job.slot is not None
+
+    @property
     def result(self) -> Result | None:
         """The answer, when it is over."""
         return self._job.result

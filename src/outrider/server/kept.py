@@ -33,6 +33,11 @@ class Record:
     def is_over(self) -> bool:
         return all(not isinstance(choice, Ticket) or choice.stream.is_over for choice in self.choices)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine has begun with any of it."""
+        return any(isinstance(choice, Ticket) and choice.stream.is_running for choice in self.choices)
+
     def settle(self, now: float) -> None:
         """It is over: what is kept is what clients may ask for, and nothing of the engine."""
         self.ended = now
@@ -47,7 +52,7 @@ class Record:
             "kind": self.kind,
             "created": self.created,
             "user": self.user,
-            "status": "done" if self.is_over else "running",
+            "status": "done" if self.is_over else "running" if self.is_running else "waiting",
             "choices": choices,
         }
 
