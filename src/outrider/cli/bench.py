@@ -185,7 +185,15 @@ def kernels(
     """What a pass costs by its number of rows: the curve that decides whether drafting can pay."""
     from outrider.cli.bench_costs import show_kernels
 
-    show_kernels(model, numbers(rows, "--rows"), numbers(contexts, "--contexts"), repeats, plot, as_json, threads)
+    show_kernels(
+        model,
+        None if rows is None else given.numbers(rows, "--rows"),
+        None if contexts is None else given.numbers(contexts, "--contexts"),
+        repeats,
+        plot,
+        as_json,
+        threads,
+    )
 
 
 @app.command()
@@ -213,8 +221,8 @@ def simulate(
         show_comparison(
             model,
             draft,
-            numbers(",".join(chosen), "--widths") or [],
-            numbers(batches, "--batches") or [],
+            given.numbers(",".join(chosen), "--widths") if chosen else [],
+            given.numbers(batches, "--batches"),
             quick,
             as_json,
             threads,
@@ -305,16 +313,3 @@ def document(
     )
     names = [one.strip() for one in simulated.split(",")]
     write_document(Plan(out=out, compare=settings, simulated=names, repeats=repeats))
-
-
-def numbers(given: str | None, option: str) -> list[int] | None:
-    """Whole numbers of a list with commas."""
-    if given is None:
-        return None
-    try:
-        found = [int(part) for part in given.split(",") if part.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"takes whole numbers with commas, got {given!r}", param_hint=option) from None
-    if any(number < 1 for number in found):
-        raise typer.BadParameter(f"takes numbers from 1 on, got {given!r}", param_hint=option)
-    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from outrider.bench import kernels, simulate
+from outrider.cli.options import numbers
 
 
 def show_kernels(
@@ -52,8 +53,8 @@ def show_simulation(acceptance: float, draft_cost: float, curve: str, widths: st
     if curve not in simulate.CURVES:
         raise typer.BadParameter(f"choose one of {', '.join(simulate.CURVES)}, got {curve!r}", param_hint="--curve")
     costs = simulate.Costs(simulate.CURVES[curve], draft_cost)
-    chosen = [None if width.strip() == "auto" else _numbers(width, "--widths")[0] for width in widths.split(",")]
-    sizes = _numbers(batches, "--batches")
+    chosen = [None if width.strip() == "auto" else numbers(width, "--widths")[0] for width in widths.split(",")]
+    sizes = numbers(batches, "--batches")
     if not as_json:
         typer.echo(f"{'width':>8}{'batch':>7}{'speed':>8}{'tokens/round':>14}")
     for batch in sizes:
@@ -90,17 +91,7 @@ def show_comparison(
             typer.echo(json.dumps({**asdict(one), "error": one.error}))
         else:
             span = f"{one.low:.2f} - {one.high:.2f}"
-            numbers = f"{one.predicted:>10.3f}{one.measured:>10.3f}{span:>15}{one.error:>+8.1%}"
-            typer.echo(f"{one.setting.name:<34}{numbers}")
+            shown = f"{one.predicted:>10.3f}{one.measured:>10.3f}{span:>15}{one.error:>+8.1%}"
+            typer.echo(f"{one.setting.name:<34}{shown}")
     if not as_json:
         typer.echo(f"{len(settings)} settings, at most {worst:.1%} off")
-
-
-def _numbers(given: str, option: str) -> list[int]:
-    try:
-        found = [int(part) for part in given.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise typer.BadParameter(f"takes numbers from 1 on with commas, got {given!r}", param_hint=option)
-    return found

@@ -124,3 +124,14 @@ def prompt(text: str | None, file: Path | None) -> str:
     if sys.stdin.isatty():
         raise typer.BadParameter("no prompt: give one, name a --file, or pipe one in")
     return sys.stdin.read()
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers of a list with commas."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"takes whole numbers from 1 on, with commas, got {text!r}", param_hint=option)
+    return found
