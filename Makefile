@@ -1,13 +1,14 @@
 # Every target sets up .venv by itself. PYTHON picks the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# .venv/.native builds the native library, so that pip need not do it with every extra.
+INSTALL := OUTRIDER_NATIVE=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
 .PHONY: run test test-page load lint format real identity serving proofs bench benchmarks clean
 
-run: .venv/.torch       ## fetch the default model and answer a question with it
+run: .venv/.native      ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
 
 test: lint              ## lint, types and tests
@@ -25,13 +26,13 @@ load: .venv/.dev        ## 200 clients for two minutes on a mock, 16 on the defa
 	$(BIN)/outrider bench server --model smollm2 --clients 8
 
 lint: .venv/.dev
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples hatch_build.py
+	$(BIN)/ruff format --check src tests examples hatch_build.py
 	$(BIN)/mypy
 
 format: .venv/.dev
-	$(BIN)/ruff check --fix src tests examples
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples hatch_build.py
+	$(BIN)/ruff format src tests examples hatch_build.py
 
 real: .venv/.dev        ## the default model against transformers, 20 answers word by word
 	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py tests/test_real_grammar.py
@@ -54,18 +55,22 @@ benchmarks: .venv/.dev  ## docs/benchmarks.md anew: every way to draft beside pe
 	$(BIN)/outrider bench document --out docs/benchmarks.md --peer transformers --peer llama-cpp --limit 1 --repeats 5
 
 clean:
-	rm -rf .venv
+	rm -rf .venv src/outrider/native/_native.*
 
 .venv/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e .
 	touch $@
 
+.venv/.native: .venv/.base $(wildcard src/outrider/native/*.cpp src/outrider/native/*.h)
+	@$(BIN)/python -m outrider.native.build || { echo "torch is installed to run models instead"; $(INSTALL) -e '.[torch]'; }
+	touch $@
+
 .venv/.torch: .venv/.base
 	$(INSTALL) -e '.[torch]'
 	touch $@
 
-.venv/.dev: .venv/.torch
+.venv/.dev: .venv/.torch .venv/.native
 	$(INSTALL) -e '.[dev]'
 	touch $@
 

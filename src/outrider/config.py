@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 
 USUAL_WIDTH = 16  # the most tokens drafted for a request, unless somebody says otherwise
 NUM_BYTES = 256
-BACKENDS = ("auto", "torch", "hf", "mock")
+BACKENDS = ("auto", "native", "torch", "hf", "mock")
 
 
 def require_int(value: object, name: str, least: int) -> None:
@@ -85,9 +85,10 @@ class SpeculationConfig:
 class ModelConfig:
     """How a model named by its source is loaded.
 
-    `context` caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory
-    of their keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of
-    what else is in its pass.
+    `backend` "auto" runs GGUF files on a CPU with our own kernels ("native"), everything else with torch. `context`
+    caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory of their
+    keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of what
+    else is in its pass; natively they always are.
     """
 
     backend: str = "auto"

@@ -69,6 +69,12 @@ class MissingPackageError(ConfigError):
     code = "missing_package"
 
 
+class NativeMissingError(ConfigError):
+    """The native library is not there, or not fit to be used. The message says why, and how to get it."""
+
+    code = "missing_native"
+
+
 class RequestError(OutriderError):
     """A request the caller can correct."""
 

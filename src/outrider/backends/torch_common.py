@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import torch
 
+from outrider.backends.memory import free_host_memory
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Array
 
@@ -40,14 +38,4 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 def free_memory(device: torch.device) -> int:
     """Bytes nobody uses."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError):  # Windows; a cautious guess, `cache_tokens` sets another
-        return 4 << 30
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from outrider.backends.attention import Ints, Span, build_blocks, build_lone_query, build_span
-from outrider.backends.base import ModelInfo, Paths, Spans, State
-from outrider.backends.checks import check_rewind, check_spans
+from outrider.backends.base import ModelInfo, Spans
+from outrider.backends.checks import check_spans
 from outrider.backends.forward import Block, Constants, Rows, Work, compiled, run_layers
+from outrider.backends.paged import PagedSequences, SequencesAhead
 from outrider.backends.torch_common import array_of, dtype_for, sampling_for
 from outrider.backends.weights import Loader
-from outrider.errors import BackendError
 from outrider.kv.pages import Pages
 from outrider.kv.store import PageStore
 from outrider.models.base import ModelFile, TransformerSpec
-from outrider.types import Scores, Slot
+from outrider.types import Scores
 
 FEW = 64  # rows up to which buffers are kept
 TILE = 8  # rows of every product in strict mode
@@ -33,7 +33,7 @@ TILE = 8  # rows of every product in strict mode
 Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]  # logits [rows, columns], hidden states by layer [tokens, width]
 
 
-class TransformerBackend:
+class TransformerBackend(PagedSequences):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then."""
 
     fingerprint: str | None = None  # of the weights, where they came from a file
@@ -84,15 +84,6 @@ class TransformerBackend:
         self._kept_rows: dict[int, Rows] = {}
         self._frequencies = np.array(spec.rope.frequencies, dtype=np.float32)
 
-    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
-        assert self.number == 0, "a draft that shares pages is given the target's slots"
-        return self.pages.open(tokens, limit, tenant)
-
-    def length(self, slot: Slot) -> int:
-        if slot not in self.pages.leases:
-            raise BackendError(f"there is no slot {slot}")
-        return self.pages.length(slot, self.number)
-
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         check_spans(spans, hidden, self.info, self.length)
         self._make_room(spans)
@@ -102,64 +93,6 @@ class TransformerBackend:
             self._advance(slot, start + count)
         rows = [rows for rows in spans.rows if rows]
         return Scores(rows, array_of(logits), hidden={layer: array_of(state) for layer, state in states.items()})
-
-    def _advance(self, slot: Slot, length: int) -> None:
-        self.pages.advance(slot, self.number, length)
-
-    def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
-        for slot, length in zip(slots, lengths, strict=True):
-            if paths and slot in paths:
-                path, held = list(paths[slot]), self.length(slot)
-                start = length - len(path)
-                if start < 0 or sorted(set(path)) != path or not all(start <= place < held for place in path):
-                    raise BackendError(f"slot {slot} holds {held} tokens and cannot keep places {path} as its last")
-                self.pages.move(slot, self.number, path, start)
-            self.rewind(slot, length)
-
-    def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
-        self.pages.publish(slot, tokens)
-
-    def rewind(self, slot: Slot, length: int) -> None:
-        held = self.length(slot)
-        check_rewind(slot, held, length, oldest=0)
-        if length < held:
-            self.pages.rewind(slot, self.number, length)
-
-    def fork(self, slot: Slot) -> Slot | None:
-        self.length(slot)  # says so when there is no such slot
-        return self.pages.fork(slot)
-
-    def close(self, slot: Slot) -> None:
-        self.length(slot)
-        if self.number == 0:
-            self.pages.close(slot)
-        else:  # the target still holds the sequence, or is about to close it
-            self.pages.rewind(slot, self.number, 0)
-
-    def save(self, slot: Slot) -> State:
-        self.length(slot)
-        return self.pages.save(slot)
-
-    def load(self, state: State) -> Slot | None:
-        return self.pages.load(state)
-
-    def reserve(self, slot: Slot, length: int) -> bool:
-        return self.pages.make_room(slot, length)
-
-    def would_free(self, slot: Slot) -> int:
-        return self.pages.would_free(slot)
-
-    def swap_out(self, slot: Slot) -> State:
-        return self.pages.save(slot, shared=False)
-
-    def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
-        return self.pages.load(state, tokens, limit, tenant)
-
-    def _make_room(self, spans: Spans) -> None:
-        """Pages for everything that is fed."""
-        for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
-            if not self.pages.make_room(slot, start + count):
-                raise BackendError(f"no page is left for slot {slot} ({self.pages.usage}); give the cache more tokens")
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass, spans of one length side by side."""
@@ -282,39 +215,14 @@ class TransformerBackend:
         return rows
 
 
-class FirstLayers(TransformerBackend):
-    """A model's first layers as a model of their own, for layer skip: the same weights, cache and slots.
-
-    Keys and values of these layers are the whole model's, so there is nothing to read before it can draft. It writes
-    from the whole model's length on; how far is known here alone, and the whole model's next pass writes over it.
-    """
+class FirstLayers(SequencesAhead, TransformerBackend):
+    """A model's first layers as a model of their own, for layer skip: the same weights, cache and slots."""
 
     def __init__(self, whole: TransformerBackend, layers: int) -> None:
         self.__dict__.update(whole.__dict__)  # all of it is shared
-        self._whole = whole
+        SequencesAhead.__init__(self, whole)
         self.weights = whole.weights._replace(layers=whole.weights.layers[:layers])
         self.info = replace(whole.info, name=f"{whole.info.name}, {layers} layers", num_hidden=0, heads=False)
-        self._ahead: dict[Slot, int] = {}
-
-    def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
-        raise BackendError("the first layers of a model use its slots")
-
-    def length(self, slot: Slot) -> int:
-        return self._ahead.get(slot) or self._whole.length(slot)
-
-    def _advance(self, slot: Slot, length: int) -> None:
-        self._ahead[slot] = length
-
-    def rewind(self, slot: Slot, length: int) -> None:
-        check_rewind(slot, self.length(slot), length, oldest=self._whole.length(slot))
-        self._ahead[slot] = length
-
-    def fork(self, slot: Slot) -> Slot | None:
-        raise BackendError("the first layers of a model use its slots")
-
-    def close(self, slot: Slot) -> None:
-        """Forget what is ahead of the whole model."""
-        self._ahead.pop(slot, None)
 
 
 def _build_rows(count: int, spec: TransformerSpec, like: torch.Tensor) -> Rows:

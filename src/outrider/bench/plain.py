@@ -38,7 +38,7 @@ class Reading:
 
 def readings(model: str, *, quick: bool = False, threads: int | None = None) -> Iterator[Reading]:
     """Speeds in tokens per second, then the ratios of each repeat."""
-    engine = Engine.load(model, draft="none", threads=threads, device="cpu")
+    engine = Engine.load(model, draft="none", threads=threads, device="cpu", backend="torch")
     target = engine.loop.target
     if not isinstance(target, TransformerBackend):
         raise ConfigError(f"{model} is no transformer; this benchmark needs one", param="model")

@@ -11,12 +11,15 @@ from typing import Any
 
 import typer
 
+from outrider.config import ModelConfig
 from outrider.engine.loading import tokenizer_of
-from outrider.models.base import TransformerSpec
+from outrider.engine.runner import choose, has_torch
+from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.cache import cache_folder
 from outrider.models.names import DEFAULT, NAMES
 from outrider.models.opening import open_model
 from outrider.models.source import ModelSource
+from outrider.native.library import instructions, num_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ def show_model(model: str, tensors: bool, as_json: bool) -> None:
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
         "eos_ids": list(file.eos_ids),
         "chat_template": tokenizer is not None and tokenizer.has_chat,
+        "backend": _backend(file),
     }
     if isinstance(spec, TransformerSpec):
         facts["window"] = next((window for window in spec.windows if window is not None), None)
@@ -114,7 +118,31 @@ def show_model(model: str, tensors: bool, as_json: bool) -> None:
             typer.echo(f"{name.replace('_', ' '):<28}{_readable(name, value)}")
 
 
+def _backend(file: ModelFile) -> dict[str, Any]:
+    """What would run the model here, and why not the native backend."""
+    runner = choose(file, ModelConfig())
+    if runner.backend == "native":
+        return {
+            "name": "native",
+            "device": runner.device,
+            "instructions": instructions(),
+            "threads": num_threads(),
+            "reason": None,
+        }
+    name = "torch" if has_torch() else None
+    return {"name": name, "device": runner.device, "instructions": None, "threads": None, "reason": runner.reason}
+
+
+def _readable_backend(backend: dict[str, Any]) -> str:
+    if backend["name"] == "native":
+        return f"native ({backend['instructions']}, {backend['threads']} threads)"
+    name = backend["name"] or "none: torch is not installed"
+    return f"{name} ({backend['reason']})"
+
+
 def _readable(name: str, value: Any) -> str:
+    if name == "backend":
+        return _readable_backend(value)
     if name == "parameters":
         return f"{value:,}"
     if name.startswith(("file_bytes", "cache_bytes")):

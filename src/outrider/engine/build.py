@@ -200,10 +200,10 @@ def _head(spec: DraftSpec, target: Backend) -> Drafter:
             f"{spec.method} heads need a transformer that runs on our own backend, not {target.info.name}",
             param="draft",
         )
+    path = fetch_head(spec.value)  # refuses where torch is missing, which the heads import
     from outrider.draft.eagle import EagleDrafter
     from outrider.draft.medusa import MedusaDrafter
 
-    path = fetch_head(spec.value)
     return MedusaDrafter.load(path, target) if spec.method == "medusa" else EagleDrafter.load(path, target)
 
 

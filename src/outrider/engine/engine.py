@@ -6,7 +6,6 @@ at a time, and the jobs of other callers move along in the same passes.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import os
@@ -14,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
@@ -43,6 +42,9 @@ from outrider.spec.router import Router
 from outrider.spec.width import Controller
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Constraint, Event, Job, Prompt, Request, Result
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger("outrider")
 
@@ -217,6 +219,8 @@ class Engine:
 
     async def astream(self, prompt: Prompt | Request, **settings: Any) -> AsyncIterator[Event]:
         """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
+        import asyncio  # takes long to load, and few need it
+
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
         job = self._submit([prompt], settings, streaming=True)[0]
         job.wake = functools.partial(_wake_reader, job, event_loop, ready)

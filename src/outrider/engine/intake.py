@@ -96,8 +96,10 @@ class Intake:
 
     def check_text(self, text: str) -> None:
         """Refuse what cannot fit whatever its tokens are, before the time is spent to find them."""
+        if not isinstance(text, str) or len(text) <= 4 * LEAST * self._info.context:
+            return  # the longest token need not be looked for, which takes a tenth of a second
         most = self._info.context * self._longest_token
-        if isinstance(text, str) and len(text) > most:
+        if len(text) > most:
             raise ContextLengthError(
                 f"the prompt has {len(text)} letters; the context of {self._info.context} tokens holds at most {most}",
                 param="prompt",

@@ -6,12 +6,15 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from outrider.backends.base import Backend
+from outrider.backends.memory import free_host_memory
 from outrider.config import ModelConfig
+from outrider.engine.runner import Runner, choose, device_name, require_torch
 from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.pages import Pages
 from outrider.models import hub
@@ -24,9 +27,6 @@ from outrider.tokenizer.base import Tokenizer
 from outrider.tokenizer.build import tokenizer_from_metadata
 from outrider.tokenizer.folder import tokenizer_from_folder
 from outrider.tokenizer.text import TextTokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 Named = str | os.PathLike[str]
 log = logging.getLogger("outrider")
@@ -62,6 +62,7 @@ def load_draft(draft: Named, config: ModelConfig) -> Loaded:
 
 def fetch_head(name: Named) -> Path:
     """Where the file or folder of a draft head is."""
+    require_torch("a draft head")
     source = ModelSource.parse(name)
     if source.kind != "hf" or source.file is not None:
         return _fetch(name, "draft")
@@ -87,11 +88,15 @@ def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | N
 
 
 def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool]) -> list[Loaded]:
-    """Models that our own backends run, the target first. Transformers of its vocabulary share its pages."""
+    """Models that our own backends run, the target first.
+
+    Transformers of its vocabulary that run on its backend share its pages.
+    """
     files = [open_model(path) for path in paths]
+    runners = [choose(file, config) for file in files]
+    _check_runners(files, runners)
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
-    device = _device(config)
-    weights = sum(math.prod(shape) for file in files for shape in file.shapes.values())
+    room = Room.of(files, runners, config)
     sizes = [
         file.spec.num_columns if tokenizer is None else min(tokenizer.vocab_size, file.spec.num_columns)
         for file, tokenizer in zip(files, tokenizers, strict=True)
@@ -100,22 +105,33 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
         may_share[index]
         and isinstance(files[0].spec, TransformerSpec)
         and isinstance(file.spec, TransformerSpec)
+        and runners[index].backend == runners[0].backend
         and sizes[index] == sizes[0]
         and mean_the_same(tokenizers[0], tokenizers[index])
         for index, file in enumerate(files)
     ]
     shared = [file.spec for file, shares_pages in zip(files, shares, strict=True) if shares_pages]
-    pages = _pages(shared, weights, config, device) if shared else None  # type: ignore[arg-type]
+    pages = room.pages(shared, runners[0]) if shared else None  # type: ignore[arg-type]
     loaded = []
     for index, (file, tokenizer) in enumerate(zip(files, tokenizers, strict=True)):
         own = pages if shares[index] else None
         if own is None and isinstance(file.spec, TransformerSpec):
-            own = _pages([file.spec], weights, config, device)
+            own = room.pages([file.spec], runners[index])
         size = None if tokenizer is None else sizes[index]
-        backend = _backend(file, own, size, config, device)
+        backend = _backend(file, own, size, config, runners[index])
         backend.fingerprint = fingerprint(paths[index])  # type: ignore[attr-defined]
         loaded.append(Loaded(backend, tokenizer, shares[index] and index > 0))
     return loaded
+
+
+def _check_runners(files: Sequence[ModelFile], runners: Sequence[Runner]) -> None:
+    """That every model has what runs it. Who could have had the native backend is told once."""
+    for file, runner in zip(files, runners, strict=True):
+        if runner.backend == "torch":
+            require_torch(file.name, runner)
+    lost = next((runner.reason for runner in runners if runner.is_loss), None)
+    if lost is not None:
+        log.warning("torch runs the model, several times slower: %s", lost)
 
 
 def mean_the_same(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
@@ -127,92 +143,143 @@ def mean_the_same(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
 
 
 def _backend(
-    file: ModelFile, pages: Pages | None, vocab_size: int | None, config: ModelConfig, device: torch.device
+    file: ModelFile, pages: Pages | None, vocab_size: int | None, config: ModelConfig, runner: Runner
 ) -> Backend:
-    if pages is None:
-        from outrider.backends.mamba import MambaBackend
-
-        _refuse_strict(config, f"{file.name}, a recurrent model")
-        return MambaBackend(file, vocab_size=vocab_size, context=config.context, device=str(device))
-    from outrider.backends.transformer import TransformerBackend
-
-    if device.type != "cpu":
-        _refuse_strict(config, f"{device.type} yet")
+    make = _native_backend if runner.backend == "native" else _torch_backend
     try:
-        return TransformerBackend(
-            file, pages, vocab_size=vocab_size, context=config.context, device=str(device), strict=config.strict
-        )
+        return make(file, pages, vocab_size, config, runner)
     except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        if pages is None:
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{file.name} does not fit into memory with a cache of {pages.num_pages * pages.page_size} tokens "
-            f"({str(error).splitlines()[0]}); set a smaller cache_tokens or context, or take a smaller model",
+            f"({reason}); set a smaller cache_tokens or context, or take a smaller model",
             param="cache_tokens",
         ) from error
 
 
+def _native_backend(
+    file: ModelFile, pages: Pages | None, vocab_size: int | None, config: ModelConfig, runner: Runner
+) -> Backend:
+    from outrider.backends.native import NativeBackend
+
+    return NativeBackend(file, pages, vocab_size=vocab_size, context=config.context, threads=config.threads)
+
+
+def _torch_backend(
+    file: ModelFile, pages: Pages | None, vocab_size: int | None, config: ModelConfig, runner: Runner
+) -> Backend:
+    import torch
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if pages is None:
+        from outrider.backends.mamba import MambaBackend
+
+        _refuse_strict(config, f"{file.name}, a recurrent model")
+        return MambaBackend(file, vocab_size=vocab_size, context=config.context, device=runner.device)
+    from outrider.backends.transformer import TransformerBackend
+
+    if runner.device != "cpu":
+        _refuse_strict(config, f"{runner.device} yet")
+    return TransformerBackend(
+        file, pages, vocab_size=vocab_size, context=config.context, device=runner.device, strict=config.strict
+    )
+
+
 def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
     """Models that transformers runs for us."""
-    device = _device(config)
+    require_torch("the hf backend")
+    device = device_name(config)
     for name in ("cache_tokens", "cache_bytes"):
         if getattr(config, name) is not None:
             raise ConfigError(f"the hf backend sizes its own caches; leave {name} out", param=name)
     if find_spec("transformers") is None:
         raise MissingPackageError("the hf backend needs transformers; install it with pip install 'outrider[hf]'")
+    import torch
+
     from outrider.backends.hf import HFBackend
 
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     loaded = []
     for path in paths:
         _refuse_strict(config, f"{path.name} on the hf backend")
         tokenizer = tokenizer_of(path)
         vocab_size = None if tokenizer is None else tokenizer.vocab_size
-        backend = HFBackend.from_path(path, device=str(device), vocab_size=vocab_size, context=config.context)
+        backend = HFBackend.from_path(path, device=device, vocab_size=vocab_size, context=config.context)
         backend.fingerprint = fingerprint(path)
         loaded.append(Loaded(backend, tokenizer))
     return loaded
 
 
-def _device(config: ModelConfig) -> torch.device:
-    if find_spec("torch") is None:
-        raise MissingPackageError("real models need torch; install it with pip install 'outrider[torch]'")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much may be kept of the sequences, beside the weights that are about to be loaded."""
+
+    config: ModelConfig
+    weight_bytes: int  # of all models together
+
+    @classmethod
+    def of(cls, files: Sequence[ModelFile], runners: Sequence[Runner], config: ModelConfig) -> Room:
+        sizes = [_weight_bytes(file, runner) for file, runner in zip(files, runners, strict=True)]
+        return cls(config=config, weight_bytes=sum(sizes))
+
+    def pages(self, specs: Sequence[TransformerSpec], runner: Runner) -> Pages:
+        """Pages for the keys and values of these models, which keep them under the same ids."""
+        config, size = self.config, self.config.page_size
+        if config.cache_tokens is not None:
+            return Pages(-(-config.cache_tokens // size), size)
+        values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
+        page = values * _cache_itemsize(runner) * size
+        if config.cache_bytes is not None:
+            if config.cache_bytes < page:
+                raise ConfigError(
+                    f"cache_bytes={config.cache_bytes} is less than a page of {size} tokens; give at least {page}",
+                    param="cache_bytes",
+                )
+            return Pages(config.cache_bytes // page, size)
+        affordable = int(MEMORY_SHARE * max(0, _free_memory(runner) - self.weight_bytes)) // page
+        context = -(-min(specs[0].context, config.context or specs[0].context) // size)
+        if affordable < context:
+            tokens = max(1, affordable) * size
+            log.warning("memory is short: the cache holds %d tokens instead of a whole context", tokens)
+        return Pages(max(1, min(CONTEXTS * context, affordable)), size)
+
+
+def _weight_bytes(file: ModelFile, runner: Runner) -> int:
+    """What the weights of a model come to in memory."""
+    if runner.backend == "native":
+        return int(1.1 * file.path.stat().st_size)
+    return sum(math.prod(shape) for shape in file.shapes.values()) * _torch_itemsize(runner)
+
+
+def _torch_itemsize(runner: Runner) -> int:
     import torch
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    elif name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, but torch sees no CUDA device; use cpu", param="device")
-    return torch.device(name)
+    from outrider.backends.torch_common import dtype_for
+
+    return dtype_for(torch.device(runner.device)).itemsize
 
 
-def _pages(specs: Sequence[TransformerSpec], weights: int, config: ModelConfig, device: torch.device) -> Pages:
-    """Pages for the keys and values of these models, which keep them under the same ids.
+def _cache_itemsize(runner: Runner) -> int:
+    """Bytes of a number among keys and values."""
+    if runner.backend == "torch":
+        return _torch_itemsize(runner)
+    from outrider.backends.native import NativeBackend
 
-    weights: numbers that are about to be loaded, of all models together.
-    """
-    from outrider.backends.torch_common import dtype_for, free_memory
+    return NativeBackend.CACHE_ITEMSIZE
 
-    size = config.page_size
-    if config.cache_tokens is not None:
-        return Pages(-(-config.cache_tokens // size), size)
-    values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
-    number = dtype_for(device).itemsize
-    if config.cache_bytes is not None:
-        num_pages = config.cache_bytes // (values * number * size)
-        if num_pages < 1:
-            raise ConfigError(
-                f"cache_bytes={config.cache_bytes} is less than a page of {size} tokens; give at least "
-                f"{values * number * size}",
-                param="cache_bytes",
-            )
-        return Pages(num_pages, size)
-    spare = max(0, free_memory(device) - weights * number)
-    affordable = int(MEMORY_SHARE * spare) // (values * number * size)
-    pages_of_a_context = -(-min(specs[0].context, config.context or specs[0].context) // size)
-    if affordable < pages_of_a_context:
-        log.warning("memory is short: the cache holds %d tokens instead of a whole context", max(1, affordable) * size)
-    return Pages(max(1, min(CONTEXTS * pages_of_a_context, affordable)), size)
+
+def _free_memory(runner: Runner) -> int:
+    if runner.device == "cpu":
+        return free_host_memory()
+    import torch
+
+    from outrider.backends.torch_common import free_memory
+
+    return free_memory(torch.device(runner.device))
 
 
 def _refuse_strict(config: ModelConfig, what: str) -> None:

@@ -84,6 +84,22 @@ class GGUFFile:
             raise ModelFileError(f"{self.path}: the model has no tensor {name}")
         return _decode(self._data, self._tensors[name])
 
+    def stored(self, name: str) -> Array:
+        """One tensor as the file has it: bytes, a view of the file."""
+        import numpy
+
+        if self._data is None:
+            raise ModelFileError(f"{self.path}: the file was closed; open it again")
+        tensor = self._tensors[name]
+        return numpy.frombuffer(self._data, numpy.uint8, tensor.num_bytes, tensor.start)
+
+    def let_go(self, name: str) -> None:
+        """What was read of a tensor need not stay in memory."""
+        tensor = self._tensors[name]
+        start, end = -(-tensor.start // mmap.PAGESIZE), (tensor.start + tensor.num_bytes) // mmap.PAGESIZE
+        if self._data is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
+
     def close(self) -> None:
         """Give up the mapping. Views handed out before stay valid: the last of them unmaps the file."""
         self._data = None

@@ -16,7 +16,7 @@ from outrider.sampling.accept import Layout, Ruling, build_layout, match, reject
 from outrider.sampling.branch import DraftRows
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.tree import TreeLayout, build_tree_layout, match_tree, path_to, reject_tree
-from outrider.sampling.warp import Controls, History, build_controls, shape, softmax
+from outrider.sampling.warp import Controls, History, Shaped, build_controls, shape, softmax
 from outrider.types import Array, Drafts, Job, Scores, Verdicts
 
 T = TypeVar("T")
@@ -98,10 +98,14 @@ class SamplingOps:
     def draft_rows(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> DraftRows:
         """The same for trees: row r is one of job `jobs[r]`'s, after the drafted tokens `drafted[r]`."""
         controls = self._controls_of(jobs, [1] * len(jobs))
-        shaped = shape(self.xp, logits, controls, lambda row: (jobs[row], drafted[row]))
+        shaped = self._shape(jobs, logits, controls, lambda row: (jobs[row], drafted[row]))
         positions = self._int32([len(job.tokens) + len(d) for job, d in zip(jobs, drafted, strict=True)])
         by_rank = [job.rule == "coupled" and job.params.temperature > 0.0 for job in jobs]
         return DraftRows(self.xp, self.noise, shaped, controls, positions, by_rank)
+
+    def _shape(self, jobs: Sequence[Job], logits: Array, controls: Controls, history: History) -> Shaped:
+        """Rows as their requests ask, row r being one of job `jobs[r]`'s."""
+        return shape(self.xp, logits, controls, history)
 
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         """Decide every job's round: how many drafts stay and which token follows. One call for the whole batch."""
@@ -147,7 +151,7 @@ class SamplingOps:
         """All jobs under one rule, their drafts trees."""
         xp, parents = self.xp, [drafts.parents[index] for index in range(len(jobs))]
         key = ("tree", *map(tuple, parents))
-        layout = _remember(self._trees, key, lambda: build_tree_layout(xp, self.device, parents))
+        layout = remember(self._trees, key, lambda: build_tree_layout(xp, self.device, parents))
         controls = self._controls_of(jobs, scores.counts)
         positions = self._int32([len(job.tokens) for job in jobs])[layout.owner] + layout.depth
         shaped = shape(xp, scores.logits, controls, self._history(jobs, drafts, scores))
@@ -202,11 +206,11 @@ class SamplingOps:
 
     def _layout_of(self, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
         key = (tuple(drafted), tuple(rows))
-        return _remember(self._layouts, key, lambda: build_layout(self.xp, self.device, drafted, rows))
+        return remember(self._layouts, key, lambda: build_layout(self.xp, self.device, drafted, rows))
 
     def _controls_of(self, jobs: Sequence[Job], rows: Sequence[int]) -> Controls:
         key = (tuple([job.id for job in jobs]), tuple(rows))
-        return _remember(self._controls, key, lambda: build_controls(self.xp, self.device, jobs, rows))
+        return remember(self._controls, key, lambda: build_controls(self.xp, self.device, jobs, rows))
 
     def _int32(self, values: Sequence[int]) -> Array:
         return self.xp.asarray(values, dtype=self.xp.int32, device=self.device)
@@ -218,7 +222,7 @@ def _members(counts: Sequence[int], chosen: Sequence[int]) -> list[int]:
     return [at for index in chosen for at in range(ends[index] - counts[index], ends[index])]
 
 
-def _remember(known: dict[Hashable, T], key: Hashable, build: Callable[[], T]) -> T:
+def remember(known: dict[Hashable, T], key: Hashable, build: Callable[[], T]) -> T:
     """The value for `key`, built when it is new; the oldest is dropped when there are too many."""
     value = known.get(key)
     if value is None:

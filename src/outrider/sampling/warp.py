@@ -124,9 +124,8 @@ class Shaped:
     faults: dict[int, OutriderError]
 
 
-def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shaped:
-    """The target distribution of each row, in the order of `SamplingParams`. logits [R, V]"""
-    faults: dict[int, OutriderError] = {}
+def adjust(xp: Any, logits: Array, controls: Controls, history: History, faults: dict[int, OutriderError]) -> Array:
+    """The first group of `SamplingParams`, up to banned ids, in float32. Logits stay as they are where no row asks."""
     x = xp.astype(logits, xp.float32, copy=controls.changes_logits)
     for row in controls.processed:
         _process(xp, x, row, history, faults)
@@ -139,11 +138,18 @@ def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shape
         _hold(xp, x, controls.held, history)
     if controls.constrained:
         _constrain(xp, x, controls.constrained, history, faults)
+    return x
+
+
+def shape(xp: Any, logits: Array, controls: Controls, history: History) -> Shaped:
+    """The target distribution of each row, in the order of `SamplingParams`. logits [R, V]"""
+    faults: dict[int, OutriderError] = {}
+    x = adjust(xp, logits, controls, history, faults)
     peak = xp.max(x, axis=-1, keepdims=True)
     usable = xp.isfinite(peak)
     if not usable.all():  # a NaN anywhere in a row makes its maximum NaN
         for row in (row for row, good in enumerate(usable[:, 0].tolist()) if not good):
-            faults.setdefault(row, _diagnose(xp, logits[row, :], x[row, :]))
+            faults.setdefault(row, diagnose(xp, logits[row, :], x[row, :]))
         x = xp.where(usable, x, xp.zeros_like(x))
         peak = xp.where(usable, peak, xp.zeros_like(peak))
     if controls.all_greedy:
@@ -311,7 +317,7 @@ def _running_sum(xp: Any, mass: Array) -> Array:
     return xp.cumulative_sum(mass, axis=-1, dtype=xp.float64)
 
 
-def _diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
+def diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
     """Why a row has no usable maximum: the model's fault, or what the request did to it."""
     if bool(xp.any(xp.isnan(model_row))):
         return BackendError("the model returned NaN logits; check its weights and number format", param="logits")

@@ -1,0 +1,115 @@
+"""A GGUF file's weights as the native kernels read them: quantised as they are, in tiles, with the file's own values."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import ModelFileError
+from outrider.models.base import TransformerSpec, check_shapes
+from outrider.models.cache import progress
+from outrider.models.gguf import GGUFFile
+from outrider.native.binding import TYPES, Layer, Packed, address_of
+
+log = logging.getLogger("outrider")
+Array = np.ndarray[Any, Any]
+HALF_MOST = 65504.0  # half precision ends here
+
+
+class NativeWeights:
+    """All of a model, in memory of its own. `layers` is an array of the structures the library reads."""
+
+    def __init__(self, file: GGUFFile, spec: TransformerSpec) -> None:
+        check_shapes(file)
+        self._file, self._spec = file, spec
+        self._held: list[Any] = []  # what the structures point to
+        self._widened: Counter[str] = Counter()
+        total = sum(map(math.prod, file.shapes.values()))
+        with progress(total, f"loading {file.name}") as self._advance:
+            self.embedding = self._matrix("token_embd.weight")
+            self.output = self.embedding if spec.tied else self._matrix("output.weight")
+            self.norm = self._vector("output_norm.weight")
+            self.layers = (Layer * spec.num_layers)(*(self._layer(index) for index in range(spec.num_layers)))
+        for kind, count in self._widened.items():
+            log.warning("%s: %d tensors of type %s are widened to half precision", file.name, count, kind)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrices."""
+        return sum(held.memory.nbytes for held in self._held if isinstance(held, Packed))
+
+    def _layer(self, index: int) -> Any:
+        spec, prefix = self._spec, f"blk.{index}."
+        heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        queries, keys, values = self._parts(f"{prefix}attn_", ("q", "k", "v"), "qkv", (heads, kv, kv))
+        gate, up = self._parts(f"{prefix}ffn_", ("gate", "up"), "up", (spec.ffn_width, spec.ffn_width))
+        biases = self._biases(prefix, (heads, kv, kv))
+        norms = [self._optional(f"{prefix}attn_{one}_norm.weight") for one in "qk"]
+        window = spec.windows[index] if spec.windows else None
+        return Layer(
+            queries=queries.matrix,
+            keys=keys.matrix,
+            values=values.matrix,
+            attention_out=self._matrix(f"{prefix}attn_output.weight").matrix,
+            gate=gate.matrix,
+            up=up.matrix,
+            down=self._matrix(f"{prefix}ffn_down.weight").matrix,
+            attention_norm=address_of(self._vector(f"{prefix}attn_norm.weight")),
+            ffn_norm=address_of(self._vector(f"{prefix}ffn_norm.weight")),
+            **dict(zip(("query_bias", "key_bias", "value_bias"), map(address_of, biases), strict=True)),
+            query_norm=address_of(norms[0]),
+            key_norm=address_of(norms[1]),
+            window=window or 0,
+        )
+
+    def _parts(self, prefix: str, names: Sequence[str], fused: str, sizes: Sequence[int]) -> list[Packed]:
+        """Matrices of one input: each a tensor of its own, or rows of one tensor."""
+        if f"{prefix}{names[0]}.weight" in self._file.shapes:
+            return [self._matrix(f"{prefix}{name}.weight") for name in names]
+        whole, ends = f"{prefix}{fused}.weight", np.cumsum(sizes).tolist()
+        return [self._matrix(whole, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def _biases(self, prefix: str, sizes: Sequence[int]) -> Sequence[Array | None]:
+        fused = self._optional(f"{prefix}attn_qkv.bias")
+        if fused is None:
+            return [self._optional(f"{prefix}attn_{name}.bias") for name in "qkv"]
+        parts = [np.ascontiguousarray(part) for part in np.split(fused, np.cumsum(sizes)[:-1].tolist())]
+        self._held += parts
+        return parts
+
+    def _matrix(self, name: str, first: int = 0, last: int | None = None) -> Packed:
+        """A tensor, or some of its rows."""
+        rows, columns = self._file.shapes[name]
+        last = rows if last is None else last
+        kind = self._file.types[name]
+        if kind in TYPES:
+            stored = self._file.stored(name)
+            row_bytes = len(stored) // rows
+            packed = Packed(kind, stored[first * row_bytes : last * row_bytes], last - first, columns)
+        else:
+            self._widened[kind] += first == 0
+            packed = self._widen(name, self._file.read(name)[first:last])
+        self._file.let_go(name)
+        self._held.append(packed)
+        self._advance((last - first) * columns)
+        return packed
+
+    def _widen(self, name: str, values: Array) -> Packed:
+        if not np.abs(values).max(initial=0.0) <= HALF_MOST:
+            raise ModelFileError(f"{self._file.path}: {name} has values beyond half precision; use --backend torch")
+        halves = np.ascontiguousarray(values, dtype=np.float16)
+        return Packed("F16", halves.view(np.uint8).reshape(-1), *halves.shape)
+
+    def _optional(self, name: str) -> Array | None:
+        return self._vector(name) if name in self._file.shapes else None
+
+    def _vector(self, name: str) -> Array:
+        vector = np.array(self._file.read(name), dtype=np.float32)
+        self._held.append(vector)
+        self._advance(len(vector))
+        return vector

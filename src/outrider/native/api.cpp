@@ -1,0 +1,139 @@
+// The C interface. Which instruction set runs is decided here, once, by what this CPU can do.
+#include <string.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "forward.h"
+#include "pack.h"
+#include "pool.h"
+#include "table.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+
+extern const Kernels kernels_portable;
+#ifdef OUTRIDER_HAS_NEON
+extern const Kernels kernels_neon;
+#endif
+#ifdef OUTRIDER_HAS_AVX2
+extern const Kernels kernels_avx2;
+#endif
+#ifdef OUTRIDER_HAS_AVX512
+extern const Kernels kernels_avx512;
+#endif
+
+namespace {
+
+constexpr int ABI = 1;  // native/library.py names the same number
+
+#ifdef OUTRIDER_HAS_NEON
+bool has_dot_product() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof(found);
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+#else
+    return false;
+#endif
+}
+#endif
+
+// Best first.
+std::vector<const Kernels *> usable() {
+    std::vector<const Kernels *> sets;
+#ifdef OUTRIDER_HAS_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma"))
+        sets.push_back(&kernels_avx512);
+#endif
+#ifdef OUTRIDER_HAS_AVX2
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        sets.push_back(&kernels_avx2);
+#endif
+#ifdef OUTRIDER_HAS_NEON
+    if (has_dot_product()) sets.push_back(&kernels_neon);
+#endif
+    sets.push_back(&kernels_portable);
+    return sets;
+}
+
+const Kernels *&chosen() {
+    static const Kernels *kernels = usable().front();
+    return kernels;
+}
+
+}  // namespace
+
+const SamplingKernels &sampling_kernels(void) { return chosen()->sampling; }
+
+API int outrider_abi() { return ABI; }
+
+API const char *outrider_isas() {
+    static const std::string names = [] {
+        std::string all;
+        for (const Kernels *set : usable()) all += (all.empty() ? "" : ",") + std::string(set->name);
+        return all;
+    }();
+    return names.c_str();
+}
+
+API int outrider_select(const char *name) {
+    for (const Kernels *set : usable())
+        if (!strcmp(set->name, name)) {
+            chosen() = set;
+            return 0;
+        }
+    return 1;
+}
+
+API const char *outrider_selected() { return chosen()->name; }
+
+API void outrider_set_threads(int count) { Pool::get().resize(std::max(1, count)); }
+
+API int outrider_threads() { return Pool::get().size(); }
+
+API int outrider_lanes() { return chosen()->lanes; }
+
+// Bytes of a matrix in tiles; 0 when this type or number of columns cannot be packed.
+API int64_t outrider_packed_bytes(int type, int64_t rows, int64_t columns) {
+    const int lanes = chosen()->lanes;
+    return (rows + lanes - 1) / lanes * tile_bytes(type, columns, lanes);
+}
+
+// From rows as the file has them to tiles at matrix->data. Fills in matrix->tile_bytes.
+API void outrider_pack(Matrix *matrix, const uint8_t *stored) {
+    const int lanes = chosen()->lanes, tiles = (matrix->rows + lanes - 1) / lanes;
+    matrix->tile_bytes = tile_bytes(matrix->type, matrix->columns, lanes);
+    const int step = 16;
+    Pool &pool = Pool::get();
+    pool.run([&] {
+        pool.share((tiles + step - 1) / step, [&](int item) {
+            pack_tiles(*matrix, stored, item * step, std::min(item * step + step, tiles), lanes,
+                       const_cast<uint8_t *>(matrix->data));
+        });
+    });
+}
+
+API void outrider_unpack(const Matrix *matrix, const int32_t *rows, int64_t count, float *out) {
+    for (int64_t at = 0; at < count; at++)
+        unpack_row(*matrix, rows[at], chosen()->lanes, out + at * matrix->columns);
+}
+
+API int64_t outrider_held_numbers(const Model *model) { return held_numbers(*model); }
+
+API void outrider_forward(const Model *model, const Pass *pass) { forward(*model, *pass, *chosen()); }
+
+// Rows times a matrix, for heads that sit on a model, and for tests.
+API void outrider_multiply(const Matrix *matrix, const float *rows, int64_t count, float *out) {
+    multiply_rows(*matrix, rows, int(count), out, *chosen());
+}

@@ -1,0 +1,152 @@
+"""The C interface in Python: packed matrices, a model, a pass; structures are those of `table.h` and `forward.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.native.library import library
+
+Array = np.ndarray[Any, Any]
+
+# Types that stay as the file has them, by GGUF's numbers. Everything else is widened before it comes here.
+TYPES = {
+    **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
+    **{"Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
+}
+ALIGNMENT = 64
+
+_pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+def _structure(name: str, fields: Mapping[str, Any]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+def _fields(kind: Any, *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, kind)
+
+
+Matrix: Any = _structure(
+    "Matrix", {"data": _pointer, **_fields(_int, "type", "rows", "columns", "unused"), "tile_bytes": _long}
+)
+Layer: Any = _structure(
+    "Layer",
+    {
+        **_fields(Matrix, "queries", "keys", "values", "attention_out", "gate", "up", "down"),
+        **_fields(_pointer, "attention_norm", "ffn_norm", "query_bias", "key_bias", "value_bias"),
+        **_fields(_pointer, "query_norm", "key_norm"),
+        "window": _long,
+    },
+)
+Model: Any = _structure(
+    "Model",
+    {
+        **_fields(_int, "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "ffn_width", "num_columns"),
+        **_fields(_int, "rotary_pairs", "interleaved", "page_size"),
+        "eps": ctypes.c_float,
+        "unused": _int,
+        **_fields(Matrix, "embedding", "output"),
+        **_fields(_pointer, "output_norm", "layers", "held"),
+        "num_pages": _long,
+    },
+)
+Pass: Any = _structure(
+    "Pass",
+    {
+        **_fields(_int, "num_rows", "num_layers"),
+        **_fields(_pointer, "tokens", "positions", "places", "pages", "tables", "runs"),
+        **_fields(_pointer, "extra_ends", "extras", "extra_positions", "turns"),
+        **_fields(_int, "num_wanted", "num_hidden"),
+        **_fields(_pointer, "wanted", "logits", "hidden_layers", "hidden"),
+    },
+)
+
+
+class Packed:
+    """A matrix in the layout of the kernels, and the memory it lies in."""
+
+    def __init__(self, kind: str, stored: Array, rows: int, columns: int) -> None:
+        """stored: the rows as the file has them, in bytes."""
+        calls = _calls()
+        num_bytes = calls.outrider_packed_bytes(TYPES[kind], rows, columns)
+        assert num_bytes, f"{kind} has no tiles of {columns} columns"
+        self.memory = _aligned(num_bytes)
+        self.matrix = Matrix(_address(self.memory), TYPES[kind], rows, columns, 0, 0)
+        calls.outrider_pack(ctypes.byref(self.matrix), _address(stored))
+
+    def rows(self, indices: Array) -> Array:
+        """These rows as numbers, exactly the file's. [n, columns]"""
+        wanted = np.ascontiguousarray(indices, dtype=np.int32)
+        out = np.empty((len(wanted), self.matrix.columns), dtype=np.float32)
+        _calls().outrider_unpack(ctypes.byref(self.matrix), _address(wanted), len(wanted), _address(out))
+        return out
+
+    def multiply(self, rows: Array) -> Array:
+        """[n, columns] -> [n, outputs]"""
+        rows = np.ascontiguousarray(rows, dtype=np.float32)
+        out = np.empty((len(rows), self.matrix.rows), dtype=np.float32)
+        _calls().outrider_multiply(ctypes.byref(self.matrix), _address(rows), len(rows), _address(out))
+        return out
+
+
+def forward(model: Any, one_pass: Any) -> None:
+    """One pass. Python's other threads go on meanwhile."""
+    _calls().outrider_forward(ctypes.byref(model), ctypes.byref(one_pass))
+
+
+def use_threads(count: int | None) -> None:
+    """Threads for all models of the process; None: one for each core."""
+    library().outrider_set_threads(num_cores() if count is None else count)
+
+
+def num_cores() -> int:
+    """Cores that this process may use. Two threads of one core share its arithmetic, so they count once."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in usable:
+        try:
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def address_of(array: Array | None) -> int | None:
+    """For a pointer in a structure. Whoever takes it keeps the array."""
+    return None if array is None else _address(array)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _aligned(num_bytes: int) -> Array:
+    """Bytes that begin at the start of a cache line."""
+    memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -_address(memory) % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+@cache
+def _calls() -> Any:
+    """The library, knowing what its functions take and return."""
+    loaded = library()
+    takes = {
+        "packed_bytes": [ctypes.c_int, _long, _long],
+        "pack": [_pointer, _pointer],
+        "unpack": [_pointer, _pointer, _long, _pointer],
+        "multiply": [_pointer, _pointer, _long, _pointer],
+        "forward": [_pointer, _pointer],
+    }
+    for name, arguments in takes.items():
+        function = getattr(loaded, f"outrider_{name}")
+        function.argtypes, function.restype = arguments, None
+    loaded.outrider_packed_bytes.restype = _long
+    return loaded

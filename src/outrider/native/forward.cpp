@@ -1,0 +1,397 @@
+#include "forward.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <mutex>
+
+#include "pack.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int64_t MOST_BYTES = 65536, LEAST_BYTES = 4096;  // of weights that a thread takes at a time
+
+// Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
+class Scratch {
+  public:
+    ~Scratch() { free(memory_); }
+    void reserve(size_t bytes) {
+        if (bytes <= size_) return;
+        free(memory_);
+        memory_ = nullptr;
+        if (posix_memalign(&memory_, 64, bytes)) abort();
+        size_ = bytes;
+    }
+    uint8_t *memory() const { return static_cast<uint8_t *>(memory_); }
+
+  private:
+    void *memory_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Gives out pieces of the scratch; with no memory it only counts.
+class Cutter {
+  public:
+    explicit Cutter(uint8_t *memory) : memory_(memory) {}
+    template <class T> T *cut(int64_t count) {
+        const int64_t at = used_;
+        used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+        return memory_ ? reinterpret_cast<T *>(memory_ + at) : nullptr;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    uint8_t *memory_;
+    int64_t used_ = 0;
+};
+
+struct Rounded {
+    int8_t *rounded;
+    float *scales, *weighted;
+    int32_t *sums;
+
+    Rounded(Cutter &cutter, int64_t numbers)
+        : rounded(cutter.cut<int8_t>(numbers)),
+          scales(cutter.cut<float>(numbers / BLOCK + 1)),
+          weighted(cutter.cut<float>(numbers / BLOCK + 1)),
+          sums(cutter.cut<int32_t>(numbers / 16 + 2)) {}
+};
+
+struct Buffers {
+    float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
+    Rounded by_block, by_super;
+
+    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest)
+        : x(cutter.cut<float>(rows * model.width)),
+          normed(cutter.cut<float>(rows * model.width)),
+          queries(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
+          keys(cutter.cut<float>(rows * model.num_kv_heads * model.head_dim)),
+          values(cutter.cut<float>(rows * model.num_kv_heads * model.head_dim)),
+          seen(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
+          gate(cutter.cut<float>(rows * model.ffn_width)),
+          up(cutter.cut<float>(rows * model.ffn_width)),
+          by_block(cutter, rows * widest),
+          by_super(cutter, rows * widest) {}
+};
+
+struct Product {
+    const Matrix *matrix;
+    float *out;
+    const float *bias;
+    bool add;
+};
+
+class Run {
+  public:
+    Run(const Model &model, const Pass &pass, const Kernels &kernels, const Buffers &buffers)
+        : model_(model),
+          pass_(pass),
+          kernels_(kernels),
+          pool_(Pool::get()),
+          buffers_(buffers),
+          rows_(pass.num_rows),
+          room_(most_keys(pass) + MAX_LANES) {}
+
+    void all() {
+        pool_.share(rows_, [&](int row) {
+            unpack_row(model_.embedding, pass_.tokens[row], kernels_.lanes, buffers_.x + int64_t(row) * model_.width);
+        });
+        hand_out(0);
+        for (int layer = 0; layer < pass_.num_layers; layer++) {
+            run_layer(layer);
+            hand_out(layer + 1);
+        }
+        finish();
+    }
+
+  private:
+    // Scores of one query with all keys it may see.
+    static int64_t most_keys(const Pass &pass) {
+        int64_t most = 0;
+        for (int row = 0; row < pass.num_rows; row++) {
+            const int64_t extras = pass.extra_ends[row] - (row ? pass.extra_ends[row - 1] : 0);
+            most = std::max(most, pass.runs[row] + extras);
+        }
+        return most;
+    }
+
+    void run_layer(int number) {
+        const Layer &layer = model_.layers[number];
+        const Buffers &b = buffers_;
+        const int64_t width = model_.width, head_rows = int64_t(model_.num_heads) * model_.head_dim;
+        prepare(b.x, width, layer.attention_norm, b.normed, {&layer.queries, &layer.keys, &layer.values});
+        multiply({{&layer.queries, b.queries, layer.query_bias, false},
+                  {&layer.keys, b.keys, layer.key_bias, false},
+                  {&layer.values, b.values, layer.value_bias, false}},
+                 b.normed, rows_);
+        pool_.share(rows_, [&](int row) { place(layer, number, row); });
+        attend(layer, number);
+        prepare(b.seen, head_rows, nullptr, nullptr, {&layer.attention_out});
+        multiply({{&layer.attention_out, b.x, nullptr, true}}, b.seen, rows_);
+        prepare(b.x, width, layer.ffn_norm, b.normed, {&layer.gate, &layer.up});
+        feed(layer);
+        prepare(b.gate, model_.ffn_width, nullptr, nullptr, {&layer.down});
+        multiply({{&layer.down, b.x, nullptr, true}}, b.gate, rows_);
+    }
+
+    // Rows as the matrices want them: normed if there is a norm, rounded if their weights are.
+    void prepare(const float *x, int64_t width, const float *norm, float *normed,
+                 std::initializer_list<const Matrix *> readers) {
+        bool wanted[3] = {false, false, false};
+        for (const Matrix *reader : readers) wanted[rounding_of(reader->type)] = true;
+        if (!norm && !wanted[BY_BLOCK] && !wanted[BY_SUPER]) return;  // alike for all threads
+        pool_.share(rows_, [&](int row) { prepare_row(x + row * width, row, width, norm, normed, wanted); });
+    }
+
+    void prepare_row(const float *x, int64_t row, int64_t width, const float *norm, float *normed, const bool *wanted) {
+        if (norm) {
+            kernels_.norm(x, norm, model_.eps, int(width), normed + row * width);
+            x = normed + row * width;
+        }
+        for (Rounding how : {BY_BLOCK, BY_SUPER}) {
+            if (!wanted[how]) continue;
+            const Rounded &to = rounded(how);
+            const int64_t at = row * width;
+            kernels_.round_row(x, int(width), how, to.rounded + at, to.scales + at / BLOCK, to.weighted + at / BLOCK,
+                               to.sums + at / 16);
+        }
+    }
+
+    const Rounded &rounded(Rounding how) const { return how == BY_SUPER ? buffers_.by_super : buffers_.by_block; }
+
+    Activations activations(const Matrix &matrix, const float *values) const {
+        const Rounding how = rounding_of(matrix.type);
+        if (how == NONE) return {values, nullptr, nullptr, nullptr, nullptr, matrix.columns};
+        const Rounded &from = rounded(how);
+        return {values, from.rounded, from.scales, from.weighted, from.sums, matrix.columns};
+    }
+
+    int num_tiles(const Matrix &matrix) const { return (matrix.rows + kernels_.lanes - 1) / kernels_.lanes; }
+
+    // Tiles a thread takes at a time: small enough that all end together, large enough to be worth taking.
+    int step(int64_t total_bytes, int64_t bytes_of_one) const {
+        const int64_t bytes = std::clamp(total_bytes / (8 * pool_.size()), LEAST_BYTES, MOST_BYTES);
+        return int(std::max<int64_t>(1, bytes / bytes_of_one));
+    }
+
+    // Matrices that read the same rows, one after the other.
+    void multiply(std::initializer_list<Product> products, const float *values, int num_rows) {
+        int64_t total = 0;
+        for (const Product &product : products) total += num_tiles(*product.matrix) * product.matrix->tile_bytes;
+        int count = 0;
+        for (const Product &product : products) count += num_steps(*product.matrix, total);
+        pool_.share(count, [&](int item) {
+            for (const Product &product : products) {
+                const Matrix &matrix = *product.matrix;
+                const int steps = num_steps(matrix, total);
+                if (item >= steps) {
+                    item -= steps;
+                    continue;
+                }
+                const int size = step(total, matrix.tile_bytes), first = item * size;
+                kernels_.multiply(matrix, first, std::min(first + size, num_tiles(matrix)),
+                                  activations(matrix, values), num_rows, product.out, matrix.rows, product.bias,
+                                  product.add);
+                return;
+            }
+        });
+    }
+
+    int num_steps(const Matrix &matrix, int64_t total_bytes) const {
+        const int size = step(total_bytes, matrix.tile_bytes);
+        return (num_tiles(matrix) + size - 1) / size;
+    }
+
+    // The gated feed-forward up to its last matrix: gate and up of the same outputs, then silu(gate) * up.
+    void feed(const Layer &layer) {
+        const int tiles = num_tiles(layer.gate);
+        const int64_t both = layer.gate.tile_bytes + layer.up.tile_bytes;
+        const int size = step(tiles * both, both);
+        const int64_t width = model_.ffn_width;
+        const Activations for_gate = activations(layer.gate, buffers_.normed);
+        const Activations for_up = activations(layer.up, buffers_.normed);
+        pool_.share((tiles + size - 1) / size, [&](int item) {
+            const int first = item * size, last = std::min(first + size, tiles);
+            kernels_.multiply(layer.gate, first, last, for_gate, rows_, buffers_.gate, width, nullptr, false);
+            kernels_.multiply(layer.up, first, last, for_up, rows_, buffers_.up, width, nullptr, false);
+            const int64_t start = int64_t(first) * kernels_.lanes;
+            const int count = int(std::min<int64_t>(int64_t(last) * kernels_.lanes, width) - start);
+            for (int64_t row = 0; row < rows_; row++)
+                kernels_.gate(buffers_.gate + row * width + start, buffers_.up + row * width + start, count);
+        });
+    }
+
+    Held held(int layer, int head) const {
+        const int padded_size = (model_.page_size + TOKENS - 1) / TOKENS * TOKENS;
+        const int padded_dim = (model_.head_dim + 15) / 16 * 16;
+        const int64_t one = int64_t(padded_size) * padded_dim, stride = held_numbers(model_);
+        uint16_t *keys = model_.held + layer * model_.num_pages * stride + head * one;
+        return {keys, keys + model_.num_kv_heads * one, stride, model_.page_size, padded_size, model_.head_dim,
+                padded_dim};
+    }
+
+    // Queries and keys of a row are normed and turned; key and value go where they belong.
+    void place(const Layer &layer, int number, int64_t row) {
+        const int dim = model_.head_dim;
+        const float *turns = pass_.turns + int64_t(pass_.positions[row]) * 2 * model_.rotary_pairs;
+        const float scale = 1.0f / sqrtf(float(dim));
+        for (int head = 0; head < model_.num_heads; head++) {
+            float *query = buffers_.queries + (row * model_.num_heads + head) * dim;
+            if (layer.query_norm) kernels_.norm(query, layer.query_norm, model_.eps, dim, query);
+            turn(query, turns);
+            for (int d = 0; d < dim; d++) query[d] *= scale;
+        }
+        const int page = pass_.places[row] / model_.page_size, within = pass_.places[row] % model_.page_size;
+        for (int head = 0; head < model_.num_kv_heads; head++) {
+            const Held to = held(number, head);
+            float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
+            if (layer.key_norm) kernels_.norm(key, layer.key_norm, model_.eps, dim, key);
+            turn(key, turns);
+            uint16_t halves[MAX_HEAD];
+            kernels_.store_half(key, dim, halves);
+            uint16_t *keys = to.keys + page * to.page_stride + within;
+            for (int d = 0; d < dim; d++) keys[d * to.padded_size] = halves[d];
+            const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
+            kernels_.store_half(value, dim, to.values + page * to.page_stride + within * to.padded_dim);
+        }
+    }
+
+    void turn(float *x, const float *turns) const {
+        const int apart = model_.interleaved ? 1 : model_.rotary_pairs, step = model_.interleaved ? 2 : 1;
+        for (int pair = 0; pair < model_.rotary_pairs; pair++) {
+            const float cosine = turns[2 * pair], sine = turns[2 * pair + 1];
+            float &one = x[pair * step], &other = x[pair * step + apart];
+            const float a = one, b = other;
+            one = a * cosine - b * sine;
+            other = a * sine + b * cosine;
+        }
+    }
+
+    void attend(const Layer &layer, int number) {
+        const int group = model_.num_heads / model_.num_kv_heads;
+        // Heads that share keys look together, unless there are so few that threads would be idle.
+        const int most = int64_t(rows_) * model_.num_kv_heads < 4 * pool_.size() ? 1 : MAX_QUERIES;
+        const int parts = (group + most - 1) / most, size = (group + parts - 1) / parts;
+        const int per_row = model_.num_kv_heads * parts;
+        pool_.share(rows_ * per_row, [&](int item) {
+            const int row = item / per_row, head = item % per_row / parts, first = item % parts * size;
+            const int count = std::min(size, group - first);
+            if (count > 0) attend_row(layer, held(number, head), row, head * group + first, count);
+        });
+    }
+
+    void attend_row(const Layer &layer, const Held &held, int64_t row, int first, int count) {
+        thread_local Scratch scores;
+        scores.reserve(sizeof(float) * size_t(room_) * MAX_QUERIES);
+        const int begin = row ? pass_.extra_ends[row - 1] : 0;
+        Sight sight{pass_.pages + pass_.tables[row], 0, pass_.runs[row], pass_.extras + begin,
+                    pass_.extra_ends[row] - begin};
+        if (layer.window) {
+            const int oldest = int(std::max<int64_t>(0, pass_.positions[row] - layer.window + 1));
+            sight.first = std::min(oldest, sight.last);
+            while (sight.num_extras && pass_.extra_positions[sight.extras - pass_.extras] < oldest) {
+                sight.extras++;
+                sight.num_extras--;
+            }
+        }
+        const float *queries[MAX_QUERIES];
+        float *out[MAX_QUERIES];
+        for (int q = 0; q < count; q++) {
+            const int64_t at = (row * model_.num_heads + first + q) * model_.head_dim;
+            queries[q] = buffers_.queries + at;
+            out[q] = buffers_.seen + at;
+        }
+        kernels_.attend(held, sight, queries, count, out, reinterpret_cast<float *>(scores.memory()), room_);
+    }
+
+    void hand_out(int layer) {
+        const int64_t numbers = int64_t(rows_) * model_.width;
+        for (int at = 0; at < pass_.num_hidden; at++)
+            if (pass_.hidden_layers[at] == layer)
+                pool_.share(1, [&](int) { memcpy(pass_.hidden[at], buffers_.x, sizeof(float) * numbers); });
+    }
+
+    // The output norm and the logits of the rows that are wanted.
+    void finish() {
+        const int64_t width = model_.width;
+        for (int at = 0; at < pass_.num_hidden; at++)
+            if (pass_.hidden_layers[at] == model_.num_layers + 1)
+                pool_.share(rows_, [&](int row) {
+                    kernels_.norm(buffers_.x + row * width, model_.output_norm, model_.eps, model_.width,
+                                  pass_.hidden[at] + row * width);
+                });
+        if (!pass_.num_wanted) return;
+        bool wanted[3] = {false, false, false};
+        wanted[rounding_of(model_.output.type)] = true;
+        pool_.share(pass_.num_wanted, [&](int row) {
+            prepare_row(buffers_.x + pass_.wanted[row] * width, row, width, model_.output_norm, buffers_.normed, wanted);
+        });
+        multiply({{&model_.output, pass_.logits, nullptr, false}}, buffers_.normed, pass_.num_wanted);
+    }
+
+    const Model &model_;
+    const Pass &pass_;
+    const Kernels &kernels_;
+    Pool &pool_;
+    const Buffers buffers_;
+    const int rows_;
+    const int64_t room_;
+};
+
+int64_t widest(const Model &model) {
+    return std::max({int64_t(model.width), int64_t(model.ffn_width), int64_t(model.num_heads) * model.head_dim});
+}
+
+}  // namespace
+
+int64_t held_numbers(const Model &model) {
+    const int64_t padded_size = (model.page_size + TOKENS - 1) / TOKENS * TOKENS;
+    const int64_t padded_dim = (model.head_dim + 15) / 16 * 16;
+    return 2 * model.num_kv_heads * padded_size * padded_dim;
+}
+
+void forward(const Model &model, const Pass &pass, const Kernels &kernels) {
+    static std::mutex turn;  // the scratch is one for all models
+    static Scratch scratch;
+    std::lock_guard<std::mutex> lock(turn);
+    const int64_t rows = std::max(pass.num_rows, pass.num_wanted);
+    Cutter counting(nullptr);
+    Buffers(counting, model, rows, widest(model));
+    scratch.reserve(size_t(counting.used()));
+    Cutter cutter(scratch.memory());
+    Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model)));
+    Pool::get().run([&] { run.all(); });
+}
+
+void multiply_rows(const Matrix &matrix, const float *rows, int count, float *out, const Kernels &kernels) {
+    static std::mutex turn;
+    static Scratch scratch;
+    std::lock_guard<std::mutex> lock(turn);
+    const Rounding how = rounding_of(matrix.type);
+    const int64_t columns = matrix.columns;
+    Cutter counting(nullptr);
+    Rounded(counting, count * columns);
+    scratch.reserve(size_t(counting.used()));
+    Cutter cutter(scratch.memory());
+    const Rounded to(cutter, count * columns);
+    const bool rounds = how != NONE;
+    const Activations read{rows,       rounds ? to.rounded : nullptr, to.scales, to.weighted, to.sums, columns};
+    const int tiles = (matrix.rows + kernels.lanes - 1) / kernels.lanes, step = 16;
+    Pool &pool = Pool::get();
+    pool.run([&] {
+        if (rounds)
+            pool.share(count, [&](int row) {
+                const int64_t at = row * columns;
+                kernels.round_row(rows + at, int(columns), how, to.rounded + at, to.scales + at / BLOCK,
+                                  to.weighted + at / BLOCK, to.sums + at / 16);
+            });
+        pool.share((tiles + step - 1) / step, [&](int item) {
+            kernels.multiply(matrix, item * step, std::min(item * step + step, tiles), read, count, out, matrix.rows,
+                             nullptr, false);
+        });
+    });
+}

@@ -1,0 +1,51 @@
+// One forward pass over a mixed batch: prompt chunks, single tokens, chains and trees.
+// These structures are the plain C interface; native/binding.py has the same fields in the same order.
+#pragma once
+
+#include <stdint.h>
+
+#include "table.h"
+
+struct Layer {
+    Matrix queries, keys, values, attention_out, gate, up, down;
+    const float *attention_norm, *ffn_norm;
+    const float *query_bias, *key_bias, *value_bias;  // or null
+    const float *query_norm, *key_norm;               // of each head, or null
+    int64_t window;                                   // positions a query sees, its own included; 0: all
+};
+
+struct Model {
+    int32_t num_layers, width, num_heads, num_kv_heads, head_dim, ffn_width, num_columns;
+    int32_t rotary_pairs, interleaved;  // dimensions (2i, 2i + 1) turn together, or (i, i + pairs)
+    int32_t page_size;
+    float eps;
+    int32_t unused;
+    Matrix embedding, output;
+    const float *output_norm;
+    const Layer *layers;
+    uint16_t *held;  // [layers, pages, keys | values, kv heads, page]: see Held
+    int64_t num_pages;
+};
+
+struct Pass {
+    int32_t num_rows, num_layers;  // layers to go through: all, or the first few
+    const int32_t *tokens, *positions;
+    const int32_t *places;      // where the row's own key and value go: page * page_size + place within
+    const int32_t *pages;       // page tables of the sequences, one after the other
+    const int32_t *tables;      // [rows] where the row's table begins in `pages`
+    const int32_t *runs;        // [rows] tokens of the sequence, from its first on, that the row sees
+    const int32_t *extra_ends;  // [rows] where the row's own list ends in `extras`; it begins where the last one ended
+    const int32_t *extras, *extra_positions;  // single tokens it sees beside them: index in the sequence, position
+    const float *turns;                       // [positions, pairs, 2]: cosine and sine
+    int32_t num_wanted, num_hidden;
+    const int32_t *wanted;         // rows whose logits are wanted
+    float *logits;                 // [wanted, columns]
+    const int32_t *hidden_layers;  // 0: after the embedding, n: after layer n, num_layers + 1: after the output norm
+    float *const *hidden;          // [rows, width] each
+};
+
+int64_t held_numbers(const Model &model);  // half-precision numbers of a page in one layer
+void forward(const Model &model, const Pass &pass, const Kernels &kernels);
+
+// rows [count, columns] times a matrix -> out [count, matrix rows]
+void multiply_rows(const Matrix &matrix, const float *rows, int count, float *out, const Kernels &kernels);

@@ -1,0 +1,6 @@
+#include "vec_neon.h"
+
+#include "kernels.h"
+
+extern const Kernels kernels_neon;
+const Kernels kernels_neon = make_kernels("neon");

@@ -1,0 +1,6 @@
+#include "vec_portable.h"
+
+#include "kernels.h"
+
+extern const Kernels kernels_portable;
+const Kernels kernels_portable = make_kernels("portable");

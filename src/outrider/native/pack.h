@@ -1,0 +1,18 @@
+// From GGUF's blocks to tiles and back.
+#pragma once
+
+#include <stdint.h>
+
+#include "table.h"
+
+// Bytes of a tile of `lanes` rows; 0 for a type that has no tiles.
+int64_t tile_bytes(int32_t type, int64_t columns, int lanes);
+
+// Bytes of one row as GGUF stores it.
+int64_t stored_row_bytes(int32_t type, int64_t columns);
+
+// Tiles first..last-1 of a matrix whose rows lie at `stored`, into its data. Rows beyond the last are zero.
+void pack_tiles(const Matrix &matrix, const uint8_t *stored, int first, int last, int lanes, uint8_t *out);
+
+// One row of a packed matrix as numbers: exactly what GGUF's block says.
+void unpack_row(const Matrix &matrix, int row, int lanes, float *out);

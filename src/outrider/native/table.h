@@ -1,0 +1,94 @@
+// What the parts of the library hand to each other: a packed matrix, rounded activations, and the kernels of one
+// instruction set as a table of functions.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "sampling_table.h"
+
+// Numbers of GGUF's own types.
+enum Type : int32_t {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+};
+
+constexpr int BLOCK = 32;         // weights of a row that share a scale
+constexpr int SUPER = 256;        // weights of a row that share a scale of scales (the K types)
+constexpr int MAX_LANES = 16;     // outputs side by side in a tile, at most
+constexpr int TOKENS = 16;        // a page's keys lie side by side in groups of this many
+constexpr int MAX_HEAD = 8192;    // dimensions of a head, at most
+constexpr int MAX_QUERIES = 4;    // heads of one query that look at the same keys together
+
+// A matrix in tiles of `lanes` rows. In a tile, what belongs to one block of inputs lies together, row beside row, so
+// that one load serves all rows of the tile (see pack.cpp).
+struct Matrix {
+    const uint8_t *data;
+    int32_t type;
+    int32_t rows;     // outputs
+    int32_t columns;  // inputs
+    int32_t unused;
+    int64_t tile_bytes;
+};
+
+// How activations are rounded for a type of weights.
+enum Rounding : int32_t { NONE = 0, BY_BLOCK = 1, BY_SUPER = 2 };
+
+inline Rounding rounding_of(int32_t type) {
+    if (type == F32 || type == F16) return NONE;
+    return type >= Q4_K ? BY_SUPER : BY_BLOCK;
+}
+
+// Rows of activations, as numbers and rounded to int8 with a scale per block or super-block.
+struct Activations {
+    const float *values;    // [rows, columns]
+    const int8_t *rounded;  // [rows, columns]
+    const float *scales;    // [rows, columns / 32 or 256]
+    const float *weighted;  // [rows, columns / 32]: scale times the sum of a block
+    const int32_t *sums;    // [rows, columns / 16]: by super-block; by block each sum stands at every second place
+    int64_t columns;        // of all of these, per row
+};
+
+// The keys one query may see: a run of its sequence, then single tokens (the nodes of a tree above it), in order.
+struct Sight {
+    const int32_t *pages;   // of the sequence
+    int32_t first, last;    // the run: first <= index < last
+    const int32_t *extras;  // indices in the sequence
+    int32_t num_extras;
+};
+
+// Where keys and values of one layer and one key head lie: page p at + p * page_stride.
+struct Held {
+    uint16_t *keys;    // [head_dim, tokens of a page] in half precision
+    uint16_t *values;  // [tokens of a page, padded head_dim]
+    int64_t page_stride;
+    int32_t page_size, padded_size;  // tokens of a page; the same, rounded up to TOKENS
+    int32_t head_dim, padded_dim;
+};
+
+struct Kernels {
+    const char *name;
+    int lanes;
+    // Tiles first..last-1 of a matrix times `rows` rows. out[row * stride + output] = product (+ bias), or += product.
+    void (*multiply)(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows, float *out,
+                     int64_t stride, const float *bias, bool add);
+    void (*round_row)(const float *values, int count, Rounding how, int8_t *rounded, float *scales, float *weighted,
+                      int32_t *sums);
+    // out = x / root mean square(x) * weight
+    void (*norm)(const float *x, const float *weight, float eps, int count, float *out);
+    // gate = silu(gate) * up
+    void (*gate)(float *gate, const float *up, int count);
+    // What up to MAX_QUERIES heads of one query see. scores: room for as many rows of `room` numbers.
+    void (*attend)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
+                   float *scores, int64_t room);
+    void (*store_half)(const float *values, int count, uint16_t *out);
+    SamplingKernels sampling;
+};

@@ -1,0 +1,72 @@
+// Four lanes of NEON with the dot-product instructions (Armv8.2 and later).
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+namespace {
+
+struct V {
+    static constexpr int LANES = 4;
+    using F = float32x4_t;
+    using I = int32x4_t;
+    using B = uint8x16_t;  // four bytes for each lane
+
+    static F zero() { return vdupq_n_f32(0.0f); }
+    static F set(float value) { return vdupq_n_f32(value); }
+    static F load(const float *at) { return vld1q_f32(at); }
+    static void store(float *at, F x) { vst1q_f32(at, x); }
+    static F add(F a, F b) { return vaddq_f32(a, b); }
+    static F sub(F a, F b) { return vsubq_f32(a, b); }
+    static F mul(F a, F b) { return vmulq_f32(a, b); }
+    static F div(F a, F b) { return vdivq_f32(a, b); }
+    static F max(F a, F b) { return vmaxq_f32(a, b); }
+    static F min(F a, F b) { return vminq_f32(a, b); }
+    static F abs(F a) { return vabsq_f32(a); }
+    static F fma(F sum, F a, F b) { return vfmaq_f32(sum, a, b); }
+    static F half(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+    static void store_half(uint16_t *at, F x) { vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+
+    static I int_zero() { return vdupq_n_s32(0); }
+    static I int_set(int32_t value) { return vdupq_n_s32(value); }
+    static I int_add(I a, I b) { return vaddq_s32(a, b); }
+    static I int_fma(I sum, I a, I b) { return vmlaq_s32(sum, a, b); }
+    static F to_float(I x) { return vcvtq_f32_s32(x); }
+    static I to_int(F x) { return vcvtnq_s32_f32(x); }  // to the nearest, ties to even
+    static F exponent(I power) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(power, vdupq_n_s32(127)), 23)); }
+    static void store_bytes(int8_t *at, I x) {
+        const int8x8_t narrow = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
+        vst1_lane_s32(reinterpret_cast<int32_t *>(at), vreinterpret_s32_s8(narrow), 0);
+    }
+    static I widen_unsigned(const uint8_t *at) {
+        const uint8x8_t bytes = vreinterpret_u8_u32(vld1_dup_u32(reinterpret_cast<const uint32_t *>(at)));
+        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+    }
+    static I widen_signed(const uint8_t *at) {
+        const int8x8_t bytes = vreinterpret_s8_u32(vld1_dup_u32(reinterpret_cast<const uint32_t *>(at)));
+        return vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
+    }
+
+    static B bytes(const uint8_t *at) { return vld1q_u8(at); }
+    static B low(B x) { return vandq_u8(x, vdupq_n_u8(0x0F)); }
+    static B high(B x) { return vshrq_n_u8(x, 4); }
+    static B both(B a, B b) { return vorrq_u8(a, b); }
+    // Bits of `x` that stand at `from` and are wanted at 4, those of `mask` only.
+    template <int from> static B lift(B x, uint8_t mask) {
+        if constexpr (from > 4) return vandq_u8(vshrq_n_u8(x, from - 4), vdupq_n_u8(mask));
+        else if constexpr (from < 4) return vandq_u8(vshlq_n_u8(x, 4 - from), vdupq_n_u8(mask));
+        else return vandq_u8(x, vdupq_n_u8(mask));
+    }
+
+    // 32 rounded activations. dot<g>: four bytes of each lane times activations 4g to 4g + 3.
+    struct Row {
+        int8x16_t first, second;
+    };
+    static Row row(const int8_t *at) { return {vld1q_s8(at), vld1q_s8(at + 16)}; }
+    template <int g> static I dot(I sum, B weights, const Row &row) {
+        return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(weights), g < 4 ? row.first : row.second, g % 4);
+    }
+    template <int g> static I dot_signed(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
+};
+
+}  // namespace
