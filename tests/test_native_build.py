@@ -137,7 +137,7 @@ def test_why_there_is_no_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
         native.library()
     os.utime(fresh / "api.cpp")
     os.utime(fresh / NAME, (2, 2))
-    with pytest.raises(NativeMissingError, match="older than its source api.cpp; build it again with python -m"):
+    with pytest.raises(NativeMissingError, match=r"older than its source api\.cpp; build it again with python -m"):
         native.library()
     assert "older than its source" in (native.why_not() or "")
 
@@ -234,6 +234,46 @@ def test_which_backend_runs_what(files: dict[str, Any], monkeypatch: pytest.Monk
     assert choose(files["model.gguf"], auto)[:3] == ("torch", "cuda", "on cuda")
 
 
+native_here = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+@native_here
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "target, draft, kinds, shares",
+    [
+        ("model.gguf", "model.gguf", ["NativeBackend", "NativeBackend"], True),
+        ("model.gguf", "folder", ["NativeBackend", "TransformerBackend"], False),
+        ("folder", "model.gguf", ["TransformerBackend", "NativeBackend"], False),
+        ("model.gguf", "mamba.gguf", ["NativeBackend", "MambaBackend"], False),
+    ],
+)
+def test_backends_mix_and_share_pages_with_their_own_kind(
+    files: dict[str, Any], target: str, draft: str, kinds: list[str], shares: bool
+) -> None:
+    plain = Engine.load(files[target].path, context=64, draft="none").generate([1, 2, 3], max_tokens=8, temperature=0)
+    engine = Engine.load(files[target].path, draft=files[draft].path, width=3, context=64, threads=1)
+    drafter = engine.loop.router.drafters["model"]
+    assert [type(one).__name__ for one in (engine.loop.target, drafter.backend)] == kinds
+    assert drafter.shares_slots is shares
+    assert engine.generate([1, 2, 3], max_tokens=8, temperature=0).token_ids == plain.token_ids
+
+
+@native_here
+def test_the_whole_cpu_path_without_torch(files: dict[str, Any]) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from outrider.engine.engine import Engine
+path = {str(files["model.gguf"].path)!r}
+for draft in ("none", "ngram", "suffix", "layerskip:1", path, "suffix," + path):
+    engine = Engine.load(path, draft=draft, context=64)
+    print(engine.generate([1, 2, 3], max_tokens=6, temperature=0).token_ids)
+"""
+    told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert len(told) == 6 and len(set(told)) == 1
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_without_the_library_torch_runs_and_it_is_said_once(
     files: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -249,7 +289,9 @@ def test_without_the_library_torch_runs_and_it_is_said_once(
     monkeypatch.setattr(runner, "has_torch", lambda: False)
     with pytest.raises(MissingPackageError, match=r"model cannot run: .* the cure, or torch with pip install"):
         Engine.load(path)
-    with pytest.raises(MissingPackageError, match=r"folder needs torch; install it with pip install 'outrider\[torch\]"):
+    with pytest.raises(
+        MissingPackageError, match=r"folder needs torch; install it with pip install 'outrider\[torch\]"
+    ):
         Engine.load(files["folder"].path)
     with pytest.raises(MissingPackageError, match="the device cuda needs torch"):
         Engine.load(path, device="cuda")

@@ -76,6 +76,26 @@ def test_importing_loads_no_torch(code: str) -> None:
     assert subprocess.check_output([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], text=True) == "[]\n"
 
 
+def test_what_runs_without_torch() -> None:
+    """All but torch's own backends, the states they keep, trained heads and a benchmark of torch."""
+    code = (
+        "import sys, pkgutil, importlib, outrider\n"
+        "others = ('outrider.__main__', 'outrider.native._native')\n"  # the library is no module
+        "sys.modules['torch'] = None\n"
+        "for module in pkgutil.walk_packages(outrider.__path__, 'outrider.'):\n"
+        "    try:\n        importlib.import_module(module.name) if module.name not in others else None\n"
+        "    except ImportError as error:\n        print(module.name, error.name)\n"
+        "    except outrider.OutriderError as error:\n        print(module.name, 'torch')\n"
+    )
+    told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    theirs = ["attention", "eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
+    theirs += ["torch_common", "transformer", "weights"]
+    expected = [f"outrider.backends.{name} torch" for name in theirs]
+    expected += [f"outrider.{name} torch" for name in ("bench.plain", "draft.eagle", "draft.medusa")]
+    expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
+    assert told == expected
+
+
 def test_help_loads_no_torch_and_no_numpy() -> None:
     code = (
         "import sys\nfrom outrider.cli.main import main\nsys.argv = ['outrider', '--help']\n"

@@ -1,7 +1,7 @@
 """Transformers of the llama kind on a CPU: quantised weights, and one call into native code for a whole pass.
 
-The bits of a row depend on its own tokens alone, not on what else is in the pass, on chunks, chains or trees: native code
-sums in the order of positions (see `native/kernels.h`). This module says which tokens see which keys.
+The bits of a row depend on its own tokens alone, not on what else is in the pass, on chunks, chains or trees: native
+code sums in the order of positions (see `native/kernels.h`). This module says which tokens see which keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
 from outrider.native.binding import Model, Pass, address_of, forward, use_threads
-from outrider.sampling.ops import SamplingOps
+from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +34,7 @@ TURNS_AT_ONCE = 1024  # positions whose turns are computed together: a position'
 class NativeBackend(PagedSequences):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then."""
 
-    CACHE_ITEMSIZE = 2  # bytes of a number in the cache
+    CACHE_ITEMSIZE = 4  # bytes of a number in the cache
     fingerprint: str | None = None  # of the weights, where they came from a file
 
     def __init__(
@@ -61,7 +61,7 @@ class NativeBackend(PagedSequences):
             num_hidden=spec.num_layers + 2,
             heads=True,
         )
-        self.ops = SamplingOps(np)
+        self.ops = NativeSampling()
         self.weights = NativeWeights(file, spec)
         self.store = HostStore(spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size)
         self.number = pages.add_store(self.store)

@@ -1,4 +1,4 @@
-"""A GGUF file's weights as the native kernels read them: quantised as they are, in tiles, with the file's own values."""
+"""A GGUF file's weights as the native kernels read them: quantised as they are, in tiles, the file's own values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from outrider.errors import ModelFileError
 from outrider.models.base import TransformerSpec, check_shapes
 from outrider.models.cache import progress
 from outrider.models.gguf import GGUFFile
-from outrider.native.binding import TYPES, Layer, Packed, address_of
+from outrider.native.binding import TYPES, Arena, Layer, Packed, address_of, packed_bytes, room_for
 
 log = logging.getLogger("outrider")
 Array = np.ndarray[Any, Any]
+MAX_LANES = 16  # rows side by side in a tile, at most
 HALF_MOST = 65504.0  # half precision ends here
 
 
@@ -29,6 +30,7 @@ class NativeWeights:
         self._file, self._spec = file, spec
         self._held: list[Any] = []  # what the structures point to
         self._widened: Counter[str] = Counter()
+        self._arena = Arena(sum(self._room(name) for name, shape in file.shapes.items() if len(shape) == 2))
         total = sum(map(math.prod, file.shapes.values()))
         with progress(total, f"loading {file.name}") as self._advance:
             self.embedding = self._matrix("token_embd.weight")
@@ -42,6 +44,12 @@ class NativeWeights:
     def num_bytes(self) -> int:
         """Memory of the matrices."""
         return sum(held.memory.nbytes for held in self._held if isinstance(held, Packed))
+
+    def _room(self, name: str) -> int:
+        """What a matrix takes of the arena; one that is cut into three needs a little more."""
+        kind = self._file.types[name]
+        num_bytes = packed_bytes(kind if kind in TYPES else "F16", *self._file.shapes[name])
+        return room_for(num_bytes) + 3 * room_for(num_bytes // self._file.shapes[name][0] * MAX_LANES)
 
     def _layer(self, index: int) -> Any:
         spec, prefix = self._spec, f"blk.{index}."
@@ -90,7 +98,7 @@ class NativeWeights:
         if kind in TYPES:
             stored = self._file.stored(name)
             row_bytes = len(stored) // rows
-            packed = Packed(kind, stored[first * row_bytes : last * row_bytes], last - first, columns)
+            packed = Packed(kind, stored[first * row_bytes : last * row_bytes], last - first, columns, self._arena)
         else:
             self._widened[kind] += first == 0
             packed = self._widen(name, self._file.read(name)[first:last])
@@ -103,7 +111,7 @@ class NativeWeights:
         if not np.abs(values).max(initial=0.0) <= HALF_MOST:
             raise ModelFileError(f"{self._file.path}: {name} has values beyond half precision; use --backend torch")
         halves = np.ascontiguousarray(values, dtype=np.float16)
-        return Packed("F16", halves.view(np.uint8).reshape(-1), *halves.shape)
+        return Packed("F16", halves.view(np.uint8).reshape(-1), *halves.shape, self._arena)
 
     def _optional(self, name: str) -> Array | None:
         return self._vector(name) if name in self._file.shapes else None

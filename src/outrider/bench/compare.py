@@ -26,6 +26,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.presets import PRESETS
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.source import ModelSource
+from outrider.native.library import library, num_threads
 
 Progress = Callable[[int, int, str], None]  # (done, total, what comes next); called between answers only
 SETTLE_S = 0.05  # threads of a library spin for a while after their last work; the next engine shall not feel it
@@ -239,6 +240,8 @@ def _is_mock(model: str) -> bool:
 
 def _threads() -> int:
     """That our own engine computes with."""
+    if library.cache_info().currsize:
+        return num_threads()
     torch = sys.modules.get("torch")
     with suppress(AttributeError):
         return int(torch.get_num_threads())  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ units of a one-row pass; `needed_acceptance` says how often a draft must be righ
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,11 +136,13 @@ def needed_acceptance(width: int, cost: float) -> float | None:
 
 def measured_limits(target: Backend) -> Limits | None:
     """What this machine allows the model; None for models that do not run on torch."""
-    weights = getattr(target, "weights", None)
-    if weights is None or not hasattr(weights, "layers"):
+    weights: Any = getattr(target, "weights", None)
+    if "torch" not in sys.modules or weights is None:
         return None
     import torch
 
+    if not isinstance(getattr(weights, "output", None), torch.Tensor):
+        return None
     parts: list[torch.Tensor] = [part for layer in weights.layers for part in layer if _is_matrix(part)] + [
         weights.output
     ]

@@ -19,7 +19,8 @@ from outrider.models.cache import cache_folder
 from outrider.models.names import DEFAULT, NAMES
 from outrider.models.opening import open_model
 from outrider.models.source import ModelSource
-from outrider.native.library import instructions, num_threads
+from outrider.native.binding import num_cores
+from outrider.native.library import instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def _backend(file: ModelFile) -> dict[str, Any]:
             "name": "native",
             "device": runner.device,
             "instructions": instructions(),
-            "threads": num_threads(),
+            "threads": num_cores(),
             "reason": None,
         }
     name = "torch" if has_torch() else None
@@ -135,7 +136,8 @@ def _backend(file: ModelFile) -> dict[str, Any]:
 
 def _readable_backend(backend: dict[str, Any]) -> str:
     if backend["name"] == "native":
-        return f"native ({backend['instructions']}, {backend['threads']} threads)"
+        threads = "1 thread" if backend["threads"] == 1 else f"{backend['threads']} threads"
+        return f"native ({backend['instructions']}, {threads})"
     name = backend["name"] or "none: torch is not installed"
     return f"{name} ({backend['reason']})"
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from outrider.backends.base import Backend
 from outrider.backends.memory import free_host_memory
 from outrider.config import ModelConfig
-from outrider.engine.runner import Runner, choose, device_name, require_torch
+from outrider.engine.runner import Runner, choose, device_name, has_torch, require_torch
 from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.pages import Pages
 from outrider.models import hub
@@ -164,6 +164,7 @@ def _native_backend(
 ) -> Backend:
     from outrider.backends.native import NativeBackend
 
+    assert isinstance(file, GGUFFile) and pages is not None, "others do not run natively"
     return NativeBackend(file, pages, vocab_size=vocab_size, context=config.context, threads=config.threads)
 
 
@@ -190,13 +191,12 @@ def _torch_backend(
 
 def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
     """Models that transformers runs for us."""
-    require_torch("the hf backend")
-    device = device_name(config)
     for name in ("cache_tokens", "cache_bytes"):
         if getattr(config, name) is not None:
             raise ConfigError(f"the hf backend sizes its own caches; leave {name} out", param=name)
-    if find_spec("transformers") is None:
+    if find_spec("transformers") is None or not has_torch():
         raise MissingPackageError("the hf backend needs transformers; install it with pip install 'outrider[hf]'")
+    device = device_name(config)
     import torch
 
     from outrider.backends.hf import HFBackend

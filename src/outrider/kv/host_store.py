@@ -1,4 +1,4 @@
-"""Where a model of the native backend keeps keys and values: half precision in the host's memory, page by page."""
+"""Where a model of the native backend keeps keys and values: single precision in the host's memory, page by page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostStore:
     def __init__(self, num_layers: int, num_pages: int, num_heads: int, head_dim: int, page_size: int) -> None:
         self.page_size, self._head_dim = page_size, head_dim
         size, dim = (-(-number // GROUP) * GROUP for number in (page_size, head_dim))
-        self.whole = np.zeros((num_layers, num_pages, 2, num_heads, dim * size), dtype=np.float16)
+        self.whole = np.zeros((num_layers, num_pages, 2, num_heads, dim * size), dtype=np.float32)
         front = self.whole.shape[:4]
         self._keys = self.whole.reshape(*front, dim, size)[:, :, 0, :, :head_dim]
         self._values = self.whole.reshape(*front, size, dim)[:, :, 1, ..., :head_dim]

@@ -69,17 +69,44 @@ Pass: Any = _structure(
 )
 
 
+class Arena:
+    """Memory for many matrices in one piece: large enough that the system backs it with large pages, which a pass over
+    all weights needs (a tenth of its time, else)."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+        start = -_address(memory) % ALIGNMENT
+        self._free = memory[start:]
+
+    def take(self, num_bytes: int) -> Array:
+        """The next piece, at the start of a cache line."""
+        assert num_bytes <= len(self._free), f"{num_bytes} bytes of {len(self._free)}"
+        piece = self._free[:num_bytes]
+        self._free = self._free[room_for(num_bytes) :]
+        return piece
+
+
+def room_for(num_bytes: int) -> int:
+    """What a piece takes of an arena."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def packed_bytes(kind: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix in the layout of the kernels."""
+    num_bytes = int(_calls().outrider_packed_bytes(TYPES[kind], rows, columns))
+    assert num_bytes, f"{kind} has no tiles of {columns} columns"
+    return num_bytes
+
+
 class Packed:
     """A matrix in the layout of the kernels, and the memory it lies in."""
 
-    def __init__(self, kind: str, stored: Array, rows: int, columns: int) -> None:
+    def __init__(self, kind: str, stored: Array, rows: int, columns: int, arena: Arena | None = None) -> None:
         """stored: the rows as the file has them, in bytes."""
-        calls = _calls()
-        num_bytes = calls.outrider_packed_bytes(TYPES[kind], rows, columns)
-        assert num_bytes, f"{kind} has no tiles of {columns} columns"
-        self.memory = _aligned(num_bytes)
+        num_bytes = packed_bytes(kind, rows, columns)
+        self.memory = (arena or Arena(room_for(num_bytes))).take(num_bytes)
         self.matrix = Matrix(_address(self.memory), TYPES[kind], rows, columns, 0, 0)
-        calls.outrider_pack(ctypes.byref(self.matrix), _address(stored))
+        _calls().outrider_pack(ctypes.byref(self.matrix), _address(stored))
 
     def rows(self, indices: Array) -> Array:
         """These rows as numbers, exactly the file's. [n, columns]"""
@@ -125,13 +152,6 @@ def address_of(array: Array | None) -> int | None:
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _aligned(num_bytes: int) -> Array:
-    """Bytes that begin at the start of a cache line."""
-    memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-    start = -_address(memory) % ALIGNMENT
-    return memory[start : start + num_bytes]
 
 
 @cache

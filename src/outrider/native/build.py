@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", *AVX2)
+AVX512 = ("-Wno-maybe-uninitialized", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", *AVX2)
 PORTABLE = "portable"  # the instruction set that every machine has: without it there is no library
 
 
@@ -59,6 +60,7 @@ class Built:
 
 def build(folder: Path, out: Path, extra_flags: Sequence[str] = ()) -> Built:
     """Compile the sources in `folder` to the shared library `out`, which is replaced in one step."""
+    started = time.time_ns()
     sources = sorted(folder.glob("*.cpp"))
     if not sources:
         raise BuildError(f"there are no C++ sources in {folder}")
@@ -74,7 +76,7 @@ def build(folder: Path, out: Path, extra_flags: Sequence[str] = ()) -> Built:
         for done in [pool.submit(compiler.compile, source, Path(scratch), macros) for source in base]:
             done.result()
         chosen = [*base, *(source for source, name in special.items() if name in usable)]
-        compiler.link([_object(source, Path(scratch)) for source in chosen], out)
+        compiler.link([_object(source, Path(scratch)) for source in chosen], out, started)
     return Built(out, (*usable, PORTABLE), {name: reason for name, reason in reasons.items() if reason is not None})
 
 
@@ -124,11 +126,15 @@ class _Compiler:
         arguments = [*self.flags, *flags, "-c", str(source), "-o", str(_object(source, scratch))]
         self._run(arguments, f"compiling {source.name}")
 
-    def link(self, objects: Sequence[Path], out: Path) -> None:
-        """Beside its place first, then moved there: nobody ever loads half a library."""
+    def link(self, objects: Sequence[Path], out: Path, started: int) -> None:
+        """Beside its place first, then moved there: nobody ever loads half a library.
+
+        It is as old as the sources that were read: one that changed in between counts as newer.
+        """
         half = out.with_name(f"{out.name}.{os.getpid()}.part")
         try:
             self._run([*self.flags, "-shared", *map(str, objects), "-o", str(half)], "linking")
+            os.utime(half, ns=(started, started))
             half.replace(out)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error

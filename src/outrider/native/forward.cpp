@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t MOST_BYTES = 65536, LEAST_BYTES = 4096;  // of weights that a thread takes at a time
+constexpr int64_t MOST_BYTES = 32768, LEAST_BYTES = 4096;  // of weights that a thread takes at a time
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
 class Scratch {
@@ -49,23 +49,26 @@ class Cutter {
     int64_t used_ = 0;
 };
 
-struct Rounded {
-    int8_t *rounded;
-    float *scales, *weighted;
-    int32_t *sums;
+Rounded cut_rounded(Cutter &cutter, int64_t rows, int64_t columns, int lanes) {
+    const int64_t numbers = rows * columns;
+    return {cutter.cut<int8_t>(numbers), cutter.cut<float>(numbers / BLOCK + 1), cutter.cut<float>(numbers / BLOCK + 1),
+            cutter.cut<int8_t>(numbers / 16 + 16), cutter.cut<int32_t>((numbers / 16 + 1) * lanes)};
+}
 
-    Rounded(Cutter &cutter, int64_t numbers)
-        : rounded(cutter.cut<int8_t>(numbers)),
-          scales(cutter.cut<float>(numbers / BLOCK + 1)),
-          weighted(cutter.cut<float>(numbers / BLOCK + 1)),
-          sums(cutter.cut<int32_t>(numbers / 16 + 2)) {}
-};
+Rounded from_column(const Rounded &all, int64_t at, int lanes) {
+    return {all.rounded + at, all.scales + at / BLOCK, all.weighted + at / BLOCK, all.digits + at / 16,
+            all.starts + at / 16 * lanes};
+}
+
+Activations activations_of(const Matrix &matrix, const float *values, const Rounded &from) {
+    return {values, from.rounded, from.scales, from.weighted, from.digits, from.starts, matrix.columns};
+}
 
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
     Rounded by_block, by_super;
 
-    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest)
+    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes)
         : x(cutter.cut<float>(rows * model.width)),
           normed(cutter.cut<float>(rows * model.width)),
           queries(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
@@ -74,8 +77,8 @@ struct Buffers {
           seen(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
           gate(cutter.cut<float>(rows * model.ffn_width)),
           up(cutter.cut<float>(rows * model.ffn_width)),
-          by_block(cutter, rows * widest),
-          by_super(cutter, rows * widest) {}
+          by_block(cut_rounded(cutter, rows, widest, lanes)),
+          by_super(cut_rounded(cutter, rows, widest, lanes)) {}
 };
 
 struct Product {
@@ -128,7 +131,8 @@ class Run {
                   {&layer.keys, b.keys, layer.key_bias, false},
                   {&layer.values, b.values, layer.value_bias, false}},
                  b.normed, rows_);
-        pool_.share(rows_, [&](int row) { place(layer, number, row); });
+        const int heads = model_.num_kv_heads;
+        pool_.share(rows_ * heads, [&](int item) { place(layer, number, item / heads, item % heads); });
         attend(layer, number);
         prepare(b.seen, head_rows, nullptr, nullptr, {&layer.attention_out});
         multiply({{&layer.attention_out, b.x, nullptr, true}}, b.seen, rows_);
@@ -144,30 +148,33 @@ class Run {
         bool wanted[3] = {false, false, false};
         for (const Matrix *reader : readers) wanted[rounding_of(reader->type)] = true;
         if (!norm && !wanted[BY_BLOCK] && !wanted[BY_SUPER]) return;  // alike for all threads
-        pool_.share(rows_, [&](int row) { prepare_row(x + row * width, row, width, norm, normed, wanted); });
+        // A few rows are cut into pieces, so that nobody is idle; the sum of squares is cheap enough to be taken twice.
+        const int pieces = rows_ >= pool_.size() ? 1 : int((width + SUPER - 1) / SUPER);
+        pool_.share(rows_ * pieces, [&](int item) {
+            const int64_t row = item / pieces, first = item % pieces * SUPER;
+            const int64_t count = pieces == 1 ? width : std::min<int64_t>(SUPER, width - first);
+            prepare_row(x + row * width, row, width, first, count, norm, normed, wanted);
+        });
     }
 
-    void prepare_row(const float *x, int64_t row, int64_t width, const float *norm, float *normed, const bool *wanted) {
+    void prepare_row(const float *x, int64_t row, int64_t width, int64_t first, int64_t count, const float *norm,
+                     float *normed, const bool *wanted) {
+        const int64_t at = row * width + first;
         if (norm) {
-            kernels_.norm(x, norm, model_.eps, int(width), normed + row * width);
+            const float scale = kernels_.scale_of(x, model_.eps, int(width));
+            kernels_.norm(x + first, scale, norm + first, int(count), normed + at);
             x = normed + row * width;
         }
-        for (Rounding how : {BY_BLOCK, BY_SUPER}) {
-            if (!wanted[how]) continue;
-            const Rounded &to = rounded(how);
-            const int64_t at = row * width;
-            kernels_.round_row(x, int(width), how, to.rounded + at, to.scales + at / BLOCK, to.weighted + at / BLOCK,
-                               to.sums + at / 16);
-        }
+        for (Rounding how : {BY_BLOCK, BY_SUPER})
+            if (wanted[how])
+                kernels_.round_row(x + first, int(count), how, from_column(rounded(how), at, kernels_.lanes));
     }
 
     const Rounded &rounded(Rounding how) const { return how == BY_SUPER ? buffers_.by_super : buffers_.by_block; }
 
     Activations activations(const Matrix &matrix, const float *values) const {
         const Rounding how = rounding_of(matrix.type);
-        if (how == NONE) return {values, nullptr, nullptr, nullptr, nullptr, matrix.columns};
-        const Rounded &from = rounded(how);
-        return {values, from.rounded, from.scales, from.weighted, from.sums, matrix.columns};
+        return activations_of(matrix, values, how == NONE ? Rounded{} : rounded(how));
     }
 
     int num_tiles(const Matrix &matrix) const { return (matrix.rows + kernels_.lanes - 1) / kernels_.lanes; }
@@ -229,45 +236,48 @@ class Run {
         const int padded_size = (model_.page_size + TOKENS - 1) / TOKENS * TOKENS;
         const int padded_dim = (model_.head_dim + 15) / 16 * 16;
         const int64_t one = int64_t(padded_size) * padded_dim, stride = held_numbers(model_);
-        uint16_t *keys = model_.held + layer * model_.num_pages * stride + head * one;
+        float *keys = model_.held + layer * model_.num_pages * stride + head * one;
         return {keys, keys + model_.num_kv_heads * one, stride, model_.page_size, padded_size, model_.head_dim,
                 padded_dim};
     }
 
-    // Queries and keys of a row are normed and turned; key and value go where they belong.
-    void place(const Layer &layer, int number, int64_t row) {
-        const int dim = model_.head_dim;
+    // A key head of a row and the queries that look at it are normed and turned; key and value go where they belong.
+    void place(const Layer &layer, int number, int64_t row, int head) {
+        const int dim = model_.head_dim, group = model_.num_heads / model_.num_kv_heads;
         const float *turns = pass_.turns + int64_t(pass_.positions[row]) * 2 * model_.rotary_pairs;
         const float scale = 1.0f / sqrtf(float(dim));
-        for (int head = 0; head < model_.num_heads; head++) {
-            float *query = buffers_.queries + (row * model_.num_heads + head) * dim;
-            if (layer.query_norm) kernels_.norm(query, layer.query_norm, model_.eps, dim, query);
+        for (int q = 0; q < group; q++) {
+            float *query = buffers_.queries + (row * model_.num_heads + head * group + q) * dim;
+            norm_head(query, layer.query_norm);
             turn(query, turns);
             for (int d = 0; d < dim; d++) query[d] *= scale;
         }
+        float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
+        norm_head(key, layer.key_norm);
+        turn(key, turns);
+        const Held to = held(number, head);
         const int page = pass_.places[row] / model_.page_size, within = pass_.places[row] % model_.page_size;
-        for (int head = 0; head < model_.num_kv_heads; head++) {
-            const Held to = held(number, head);
-            float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
-            if (layer.key_norm) kernels_.norm(key, layer.key_norm, model_.eps, dim, key);
-            turn(key, turns);
-            uint16_t halves[MAX_HEAD];
-            kernels_.store_half(key, dim, halves);
-            uint16_t *keys = to.keys + page * to.page_stride + within;
-            for (int d = 0; d < dim; d++) keys[d * to.padded_size] = halves[d];
-            const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
-            kernels_.store_half(value, dim, to.values + page * to.page_stride + within * to.padded_dim);
-        }
+        float *keys = to.keys + page * to.page_stride + within;
+        for (int d = 0; d < dim; d++) keys[d * to.padded_size] = key[d];
+        const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
+        memcpy(to.values + page * to.page_stride + within * to.padded_dim, value, sizeof(float) * dim);
+    }
+
+    void norm_head(float *x, const float *weight) const {
+        if (weight) kernels_.norm(x, kernels_.scale_of(x, model_.eps, model_.head_dim), weight, model_.head_dim, x);
     }
 
     void turn(float *x, const float *turns) const {
-        const int apart = model_.interleaved ? 1 : model_.rotary_pairs, step = model_.interleaved ? 2 : 1;
+        if (model_.interleaved) turn_pairs(x, x + 1, 2, turns);
+        else turn_pairs(x, x + model_.rotary_pairs, 1, turns);
+    }
+
+    void turn_pairs(float *__restrict first, float *__restrict second, int step, const float *__restrict turns) const {
         for (int pair = 0; pair < model_.rotary_pairs; pair++) {
+            const float a = first[pair * step], b = second[pair * step];
             const float cosine = turns[2 * pair], sine = turns[2 * pair + 1];
-            float &one = x[pair * step], &other = x[pair * step + apart];
-            const float a = one, b = other;
-            one = a * cosine - b * sine;
-            other = a * sine + b * cosine;
+            first[pair * step] = a * cosine - b * sine;
+            second[pair * step] = a * sine + b * cosine;
         }
     }
 
@@ -321,14 +331,15 @@ class Run {
         for (int at = 0; at < pass_.num_hidden; at++)
             if (pass_.hidden_layers[at] == model_.num_layers + 1)
                 pool_.share(rows_, [&](int row) {
-                    kernels_.norm(buffers_.x + row * width, model_.output_norm, model_.eps, model_.width,
-                                  pass_.hidden[at] + row * width);
+                    const float *x = buffers_.x + row * width, scale = kernels_.scale_of(x, model_.eps, model_.width);
+                    kernels_.norm(x, scale, model_.output_norm, model_.width, pass_.hidden[at] + row * width);
                 });
         if (!pass_.num_wanted) return;
         bool wanted[3] = {false, false, false};
         wanted[rounding_of(model_.output.type)] = true;
         pool_.share(pass_.num_wanted, [&](int row) {
-            prepare_row(buffers_.x + pass_.wanted[row] * width, row, width, model_.output_norm, buffers_.normed, wanted);
+            prepare_row(buffers_.x + pass_.wanted[row] * width, row, width, 0, width, model_.output_norm,
+                        buffers_.normed, wanted);
         });
         multiply({{&model_.output, pass_.logits, nullptr, false}}, buffers_.normed, pass_.num_wanted);
     }
@@ -360,10 +371,10 @@ void forward(const Model &model, const Pass &pass, const Kernels &kernels) {
     std::lock_guard<std::mutex> lock(turn);
     const int64_t rows = std::max(pass.num_rows, pass.num_wanted);
     Cutter counting(nullptr);
-    Buffers(counting, model, rows, widest(model));
+    Buffers(counting, model, rows, widest(model), kernels.lanes);
     scratch.reserve(size_t(counting.used()));
     Cutter cutter(scratch.memory());
-    Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model)));
+    Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes));
     Pool::get().run([&] { run.all(); });
 }
 
@@ -374,20 +385,18 @@ void multiply_rows(const Matrix &matrix, const float *rows, int count, float *ou
     const Rounding how = rounding_of(matrix.type);
     const int64_t columns = matrix.columns;
     Cutter counting(nullptr);
-    Rounded(counting, count * columns);
+    cut_rounded(counting, count, columns, kernels.lanes);
     scratch.reserve(size_t(counting.used()));
     Cutter cutter(scratch.memory());
-    const Rounded to(cutter, count * columns);
-    const bool rounds = how != NONE;
-    const Activations read{rows,       rounds ? to.rounded : nullptr, to.scales, to.weighted, to.sums, columns};
+    const Rounded to = how == NONE ? Rounded{} : cut_rounded(cutter, count, columns, kernels.lanes);
+    const Activations read = activations_of(matrix, rows, to);
     const int tiles = (matrix.rows + kernels.lanes - 1) / kernels.lanes, step = 16;
     Pool &pool = Pool::get();
     pool.run([&] {
-        if (rounds)
+        if (how != NONE)
             pool.share(count, [&](int row) {
                 const int64_t at = row * columns;
-                kernels.round_row(rows + at, int(columns), how, to.rounded + at, to.scales + at / BLOCK,
-                                  to.weighted + at / BLOCK, to.sums + at / 16);
+                kernels.round_row(rows + at, int(columns), how, from_column(to, at, kernels.lanes));
             });
         pool.share((tiles + step - 1) / step, [&](int item) {
             kernels.multiply(matrix, item * step, std::min(item * step + step, tiles), read, count, out, matrix.rows,

@@ -23,7 +23,7 @@ struct Model {
     Matrix embedding, output;
     const float *output_norm;
     const Layer *layers;
-    uint16_t *held;  // [layers, pages, keys | values, kv heads, page]: see Held
+    float *held;  // [layers, pages, keys | values, kv heads, page]: see Held
     int64_t num_pages;
 };
 
@@ -44,7 +44,7 @@ struct Pass {
     float *const *hidden;          // [rows, width] each
 };
 
-int64_t held_numbers(const Model &model);  // half-precision numbers of a page in one layer
+int64_t held_numbers(const Model &model);  // numbers of a page in one layer
 void forward(const Model &model, const Pass &pass, const Kernels &kernels);
 
 // rows [count, columns] times a matrix -> out [count, matrix rows]

@@ -14,6 +14,10 @@
 
 namespace {
 
+// Everything small is inlined, early enough that arrays of vectors live in registers.
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
 using F = V::F;
 using I = V::I;
 using B = V::B;
@@ -22,11 +26,11 @@ constexpr int LANES = V::LANES;
 // --- matrix products ---------------------------------------------------------------------------------------------
 
 // 32 inputs of LANES outputs, as eight vectors: vector g has inputs 4g to 4g + 3 of every output. Fours are stored as
-// nibbles, g and g + 4 in one vector; fifth bits and sixth follow in planes of their own.
+// nibbles, g and g + 4 in one vector; fifth bits follow in a plane of their own.
 struct Nibbles {
     static constexpr int BYTES = 16 * LANES;
     static constexpr bool SIGNED = false;
-    static inline void unpack(const uint8_t *at, B *w) {
+    static INLINE void unpack(const uint8_t *at, B *w) {
         for (int g = 0; g < 4; g++) {
             const B pair = V::bytes(at + 4 * LANES * g);
             w[g] = V::low(pair);
@@ -38,7 +42,7 @@ struct Nibbles {
 struct Fives {
     static constexpr int BYTES = 20 * LANES;
     static constexpr bool SIGNED = false;
-    static inline void unpack(const uint8_t *at, B *w) {
+    static INLINE void unpack(const uint8_t *at, B *w) {
         Nibbles::unpack(at, w);
         const B plane = V::bytes(at + 16 * LANES);  // bit g of a byte belongs to vector g
         w[0] = V::both(w[0], V::lift<0>(plane, 0x10));
@@ -52,17 +56,17 @@ struct Fives {
     }
 };
 
+// Four vectors of six bits in three: the upper bits of all three are the fourth.
 struct Sixes {
     static constexpr int BYTES = 24 * LANES;
     static constexpr bool SIGNED = false;
-    static inline void unpack(const uint8_t *at, B *w) {
-        Nibbles::unpack(at, w);
-        for (int h = 0; h < 2; h++) {
-            const B plane = V::bytes(at + (16 + 4 * h) * LANES);  // two bits for each of vectors 4h to 4h + 3
-            w[4 * h] = V::both(w[4 * h], V::lift<0>(plane, 0x30));
-            w[4 * h + 1] = V::both(w[4 * h + 1], V::lift<2>(plane, 0x30));
-            w[4 * h + 2] = V::both(w[4 * h + 2], V::lift<4>(plane, 0x30));
-            w[4 * h + 3] = V::both(w[4 * h + 3], V::lift<6>(plane, 0x30));
+    static INLINE void unpack(const uint8_t *at, B *w) {
+        for (int h = 0; h < 2; h++, at += 12 * LANES) {
+            const B one = V::bytes(at), two = V::bytes(at + 4 * LANES), three = V::bytes(at + 8 * LANES);
+            w[4 * h] = V::six(one);
+            w[4 * h + 1] = V::six(two);
+            w[4 * h + 2] = V::six(three);
+            w[4 * h + 3] = V::upper(one, two, three);
         }
     }
 };
@@ -70,39 +74,48 @@ struct Sixes {
 struct Eights {
     static constexpr int BYTES = 32 * LANES;
     static constexpr bool SIGNED = true;
-    static inline void unpack(const uint8_t *at, B *w) {
+    static INLINE void unpack(const uint8_t *at, B *w) {
         for (int g = 0; g < 8; g++) w[g] = V::bytes(at + 4 * LANES * g);
     }
 };
 
-template <class Quants> inline I dot_half(I sum, const B *w, const V::Row &row, bool second) {
-    if constexpr (Quants::SIGNED) {
-        if (!second) {
-            sum = V::dot_signed<0>(sum, w[0], row);
-            sum = V::dot_signed<1>(sum, w[1], row);
-            sum = V::dot_signed<2>(sum, w[2], row);
-            return V::dot_signed<3>(sum, w[3], row);
-        }
-        sum = V::dot_signed<4>(sum, w[4], row);
-        sum = V::dot_signed<5>(sum, w[5], row);
-        sum = V::dot_signed<6>(sum, w[6], row);
-        return V::dot_signed<7>(sum, w[7], row);
-    } else {
-        if (!second) {
-            sum = V::dot<0>(sum, w[0], row);
-            sum = V::dot<1>(sum, w[1], row);
-            sum = V::dot<2>(sum, w[2], row);
-            return V::dot<3>(sum, w[3], row);
-        }
-        sum = V::dot<4>(sum, w[4], row);
-        sum = V::dot<5>(sum, w[5], row);
-        sum = V::dot<6>(sum, w[6], row);
-        return V::dot<7>(sum, w[7], row);
+// Vector g of the weights times the same inputs of M rows. One row after the other, so that no sum waits for itself.
+template <class Quants, int g, int M> INLINE void dot_step(I *sums, const B *w, const V::Row *rows) {
+    UNROLL for (int m = 0; m < M; m++) {
+        if constexpr (Quants::SIGNED) sums[m] = V::dot_signed<g>(sums[m], w[g], rows[m]);
+        else sums[m] = V::dot<g>(sums[m], w[g], rows[m]);
     }
 }
 
-template <class Quants> inline I dot_block(I sum, const B *w, const V::Row &row) {
-    return dot_half<Quants>(dot_half<Quants>(sum, w, row, false), w, row, true);
+template <class Quants, int M> INLINE void dot_first_half(I *sums, const B *w, const V::Row *rows) {
+    dot_step<Quants, 0, M>(sums, w, rows);
+    dot_step<Quants, 1, M>(sums, w, rows);
+    dot_step<Quants, 2, M>(sums, w, rows);
+    dot_step<Quants, 3, M>(sums, w, rows);
+}
+
+template <class Quants, int M> INLINE void dot_second_half(I *sums, const B *w, const V::Row *rows) {
+    dot_step<Quants, 4, M>(sums, w, rows);
+    dot_step<Quants, 5, M>(sums, w, rows);
+    dot_step<Quants, 6, M>(sums, w, rows);
+    dot_step<Quants, 7, M>(sums, w, rows);
+}
+
+// Products of 32 weights with M rows, `stride` bytes apart.
+template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const int8_t *rounded, int64_t stride) {
+    V::Row rows[M];
+    UNROLL for (int m = 0; m < M; m++) {
+        rows[m] = V::row(rounded + m * stride);
+        sums[m] = V::start();
+    }
+    dot_first_half<Quants, M>(sums, w, rows);
+    dot_second_half<Quants, M>(sums, w, rows);
+}
+
+// Weights are read once and in order; asking for them early keeps the arithmetic from waiting.
+constexpr int AHEAD = 768;
+template <int bytes> INLINE void fetch_ahead(const uint8_t *at) {
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + AHEAD + line);
 }
 
 // Types with a scale per 32 weights: w = d * (q - OFFSET), or d * q + m.
@@ -112,148 +125,144 @@ template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
     static constexpr int BYTES = HEAD + Quants::BYTES;
 
     template <int M>
-    static inline void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
+    static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
         const int blocks = columns / BLOCK;
-        const int8_t *rounded[M];
-        const float *scales[M], *weighted[M];
-        const int32_t *block_sums[M];
+        const int8_t *rounded = rows.rounded + first * rows.columns;
+        const float *scales = rows.scales + first * rows.columns / BLOCK;
+        const float *weighted = rows.weighted + first * rows.columns / BLOCK;
+        const int64_t stride = rows.columns, short_stride = rows.columns / BLOCK;
         F total[M];
-        for (int m = 0; m < M; m++) {
-            const int64_t row = (first + m) * rows.columns;
-            rounded[m] = rows.rounded + row;
-            scales[m] = rows.scales + row / BLOCK;
-            weighted[m] = rows.weighted + row / BLOCK;
-            block_sums[m] = rows.sums + row / 16;
-            total[m] = V::zero();
-        }
+        UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
         for (int b = 0; b < blocks; b++, at += BYTES) {
             B w[8];
+            fetch_ahead<BYTES>(at);
             Quants::unpack(at + HEAD, w);
             const F d = V::half(reinterpret_cast<const uint16_t *>(at));
-            F minimum;
+            F minimum = V::zero();
             if constexpr (MINIMUM) minimum = V::half(reinterpret_cast<const uint16_t *>(at) + LANES);
-            for (int m = 0; m < M; m++) {
-                const V::Row row = V::row(rounded[m] + BLOCK * b);
-                const I start = OFFSET ? V::int_set(-OFFSET * block_sums[m][2 * b]) : V::int_zero();
-                const I product = dot_block<Quants>(start, w, row);
-                total[m] = V::fma(total[m], V::to_float(product), V::mul(d, V::set(scales[m][b])));
-                if constexpr (MINIMUM) total[m] = V::fma(total[m], minimum, V::set(weighted[m][b]));
+            else if constexpr (OFFSET) minimum = V::mul(d, V::set(-float(OFFSET)));
+            I products[M];
+            dot_block<Quants, M>(products, w, rounded + BLOCK * b, stride);
+            UNROLL for (int m = 0; m < M; m++) {
+                total[m] = V::fma(total[m], V::finish(products[m]), V::mul_one(d, scales[m * short_stride + b]));
+                if constexpr (MINIMUM || OFFSET)
+                    total[m] = V::fma_one(total[m], minimum, weighted[m * short_stride + b]);
             }
         }
-        for (int m = 0; m < M; m++) sums[m] = total[m];
+        UNROLL for (int m = 0; m < M; m++) sums[m] = total[m];
     }
 };
 
 // Q4_K and Q5_K: w = d * scale * q - dmin * minimum, with a scale and a minimum (6 bits) per 32 weights and d, dmin per
-// 256. A super-block of a tile: d, dmin; eight scales, eight minima, as bytes; eight blocks of quants.
+// 256. A super-block of a tile: d, dmin; eight scales as bytes; eight minima, laid out like quants, since their products
+// with the sums of the blocks are taken like those of quants; eight blocks of quants.
 template <class Quants> struct BySuper {
     static constexpr int HEAD = 4 * LANES;
     static constexpr int BYTES = HEAD + 16 * LANES + 8 * Quants::BYTES;
 
     template <int M>
-    static inline void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
+    static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
         const int supers = columns / SUPER;
-        const int8_t *rounded[M];
-        const float *scales[M];
-        const int32_t *block_sums[M];
+        const int8_t *rounded = rows.rounded + first * rows.columns;
+        const float *scales = rows.scales + first * rows.columns / BLOCK;
+        const int8_t *digits = rows.digits + first * rows.columns / 16;
+        const int64_t stride = rows.columns;
         F total[M];
-        for (int m = 0; m < M; m++) {
-            const int64_t row = (first + m) * rows.columns;
-            rounded[m] = rows.rounded + row;
-            scales[m] = rows.scales + row / BLOCK;
-            block_sums[m] = rows.sums + row / 16;
-            total[m] = V::zero();
-        }
+        UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
         for (int s = 0; s < supers; s++, at += BYTES) {
-            I products[M], minima[M];
-            for (int m = 0; m < M; m++) products[m] = minima[m] = V::int_zero();
             const uint8_t *small = at + HEAD, *quants = small + 16 * LANES;
+            F products[M];
+            UNROLL for (int m = 0; m < M; m++) products[m] = V::zero();
             for (int b = 0; b < 8; b++) {
                 B w[8];
+                fetch_ahead<Quants::BYTES>(quants + b * Quants::BYTES);
                 Quants::unpack(quants + b * Quants::BYTES, w);
-                const I scale = V::widen_unsigned(small + b * LANES);
-                const I minimum = V::widen_unsigned(small + (8 + b) * LANES);
-                for (int m = 0; m < M; m++) {
-                    const V::Row row = V::row(rounded[m] + SUPER * s + BLOCK * b);
-                    products[m] = V::int_fma(products[m], dot_block<Quants>(V::int_zero(), w, row), scale);
-                    minima[m] = V::int_fma(minima[m], minimum, V::int_set(block_sums[m][16 * s + 2 * b]));
-                }
+                const F scale = V::small<0>(small + b * LANES);
+                I sums_of_block[M];
+                dot_block<Quants, M>(sums_of_block, w, rounded + SUPER * s + BLOCK * b, stride);
+                UNROLL for (int m = 0; m < M; m++) products[m] = V::fma(products[m], V::finish(sums_of_block[m]), scale);
             }
             const F d = V::half(reinterpret_cast<const uint16_t *>(at));
             const F dmin = V::half(reinterpret_cast<const uint16_t *>(at) + LANES);
-            for (int m = 0; m < M; m++) {
-                const F scale = V::set(scales[m][8 * s]);
-                total[m] = V::fma(total[m], V::to_float(products[m]), V::mul(d, scale));
-                total[m] = V::sub(total[m], V::mul(V::to_float(minima[m]), V::mul(dmin, scale)));
+            const B low_minima = V::bytes(small + 8 * LANES), high_minima = V::bytes(small + 12 * LANES);
+            UNROLL for (int m = 0; m < M; m++) {
+                const V::Row row = V::short_row(digits + (m * stride + SUPER * s) / 16);
+                const I low = V::dot<1>(V::dot<0>(V::start(), low_minima, row), high_minima, row);
+                const I high = V::dot<3>(V::dot<2>(V::start(), low_minima, row), high_minima, row);
+                const F minima = V::fma(V::finish(low), V::finish(high), V::set(64.0f));
+                const float scale = scales[(m * stride + SUPER * s) / BLOCK];
+                const F whole = V::sub(V::mul(products[m], d), V::mul(minima, dmin));
+                total[m] = V::fma_one(total[m], whole, scale);
             }
         }
-        for (int m = 0; m < M; m++) sums[m] = total[m];
+        UNROLL for (int m = 0; m < M; m++) sums[m] = total[m];
     }
 };
 
 // Q6_K: w = d * scale * (q - 32), with a scale (int8) per 16 weights and d per 256.
-// A super-block of a tile: d; sixteen scales as bytes; eight blocks of quants.
+// A super-block of a tile: d; sixteen scales as bytes, 128 added; eight blocks of quants.
 struct SixBySuper {
     static constexpr int HEAD = 2 * LANES;
     static constexpr int BYTES = HEAD + 16 * LANES + 8 * Sixes::BYTES;
 
     template <int M>
-    static inline void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
+    static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
         const int supers = columns / SUPER;
-        const int8_t *rounded[M];
-        const float *scales[M];
-        const int32_t *half_sums[M];
+        const int8_t *rounded = rows.rounded + first * rows.columns;
+        const float *scales = rows.scales + first * rows.columns / BLOCK;
+        const int32_t *starts = rows.starts + first * rows.columns / 16 * LANES;
+        const int64_t stride = rows.columns;
         F total[M];
-        for (int m = 0; m < M; m++) {
-            const int64_t row = (first + m) * rows.columns;
-            rounded[m] = rows.rounded + row;
-            scales[m] = rows.scales + row / BLOCK;
-            half_sums[m] = rows.sums + row / 16;
-            total[m] = V::zero();
-        }
+        UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
         for (int s = 0; s < supers; s++, at += BYTES) {
-            I products[M];
-            for (int m = 0; m < M; m++) products[m] = V::int_zero();
             const uint8_t *small = at + HEAD, *quants = small + 16 * LANES;
+            F products[M];
+            UNROLL for (int m = 0; m < M; m++) products[m] = V::zero();
             for (int b = 0; b < 8; b++) {
                 B w[8];
+                fetch_ahead<Sixes::BYTES>(quants + b * Sixes::BYTES);
                 Sixes::unpack(quants + b * Sixes::BYTES, w);
-                const I one = V::widen_signed(small + 2 * b * LANES);
-                const I other = V::widen_signed(small + (2 * b + 1) * LANES);
-                for (int m = 0; m < M; m++) {
-                    const V::Row row = V::row(rounded[m] + SUPER * s + BLOCK * b);
-                    // sums[2 b] is of the whole block, sums[2 b + 1] of its second half.
-                    const int32_t second = half_sums[m][16 * s + 2 * b + 1];
-                    const int32_t half = half_sums[m][16 * s + 2 * b] - second;
-                    const I low = dot_half<Sixes>(V::int_set(-32 * half), w, row, false);
-                    const I high = dot_half<Sixes>(V::int_set(-32 * second), w, row, true);
-                    products[m] = V::int_fma(V::int_fma(products[m], low, one), high, other);
+                const F one = V::small<128>(small + 2 * b * LANES);
+                const F other = V::small<128>(small + (2 * b + 1) * LANES);
+                V::Row inputs[M];
+                I low[M], high[M];
+                UNROLL for (int m = 0; m < M; m++) {
+                    const int64_t column = m * stride + SUPER * s + BLOCK * b;
+                    inputs[m] = V::row(rounded + column);
+                    low[m] = V::start_at(starts + column / 16 * LANES);
+                    high[m] = V::start_at(starts + (column / 16 + 1) * LANES);
+                }
+                dot_first_half<Sixes, M>(low, w, inputs);
+                dot_second_half<Sixes, M>(high, w, inputs);
+                UNROLL for (int m = 0; m < M; m++) {
+                    products[m] = V::fma(products[m], V::finish(low[m]), one);
+                    products[m] = V::fma(products[m], V::finish(high[m]), other);
                 }
             }
             const F d = V::half(reinterpret_cast<const uint16_t *>(at));
-            for (int m = 0; m < M; m++) {
-                const F scale = V::mul(d, V::set(scales[m][8 * s]));
-                total[m] = V::fma(total[m], V::to_float(products[m]), scale);
+            UNROLL for (int m = 0; m < M; m++) {
+                const float scale = scales[(m * stride + SUPER * s) / BLOCK];
+                total[m] = V::fma(total[m], products[m], V::mul_one(d, scale));
             }
         }
-        for (int m = 0; m < M; m++) sums[m] = total[m];
+        UNROLL for (int m = 0; m < M; m++) sums[m] = total[m];
     }
 };
 
 // Floating-point weights: input after input, row beside row. Four sums for each output, so that one does not wait for
 // the other.
 template <class Number> struct Plain {
-    static inline F load(const uint8_t *at) {
+    static INLINE F load(const uint8_t *at) {
         if constexpr (sizeof(Number) == 2) return V::half(reinterpret_cast<const uint16_t *>(at));
         else return V::load(reinterpret_cast<const float *>(at));
     }
 
     template <int M>
-    static inline void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
+    static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
         constexpr int STEP = sizeof(Number) * LANES;
         F total[M][4];
         const float *values[M];
-        for (int m = 0; m < M; m++) {
+        UNROLL for (int m = 0; m < M; m++) {
             values[m] = rows.values + (first + m) * rows.columns;
             for (int j = 0; j < 4; j++) total[m][j] = V::zero();
         }
@@ -261,14 +270,14 @@ template <class Number> struct Plain {
         for (; column + 4 <= columns; column += 4, at += 4 * STEP) {
             for (int j = 0; j < 4; j++) {
                 const F w = load(at + j * STEP);
-                for (int m = 0; m < M; m++) total[m][j] = V::fma(total[m][j], w, V::set(values[m][column + j]));
+                UNROLL for (int m = 0; m < M; m++) total[m][j] = V::fma_one(total[m][j], w, values[m][column + j]);
             }
         }
         for (; column < columns; column++, at += STEP) {
             const F w = load(at);
-            for (int m = 0; m < M; m++) total[m][0] = V::fma(total[m][0], w, V::set(values[m][column]));
+            UNROLL for (int m = 0; m < M; m++) total[m][0] = V::fma_one(total[m][0], w, values[m][column]);
         }
-        for (int m = 0; m < M; m++)
+        UNROLL for (int m = 0; m < M; m++)
             sums[m] = V::add(V::add(total[m][0], total[m][1]), V::add(total[m][2], total[m][3]));
     }
 };
@@ -281,7 +290,7 @@ struct Target {
     int num_outputs;  // of the matrix: the last tile may be wider
 };
 
-inline void put(const Target &target, int row, int output, F sum) {
+INLINE void put(const Target &target, int row, int output, F sum) {
     float *at = target.out + row * target.stride + output;
     const int count = target.num_outputs - output;
     if (count >= LANES) {
@@ -297,36 +306,36 @@ inline void put(const Target &target, int row, int output, F sum) {
     }
 }
 
+// Some tiles times M rows. A function of its own for each M: in one large function registers run out.
 template <class Weights, int M>
-inline void rows_of_tile(const uint8_t *tile, int columns, const Activations &rows, int first, const Target &target,
-                         int output) {
-    F sums[M];
-    Weights::template tile<M>(tile, columns, rows, first, sums);
-    for (int m = 0; m < M; m++) put(target, first + m, output, sums[m]);
+__attribute__((noinline)) void sweep(const Matrix &matrix, int first, int last, const Activations &rows, int row,
+                                     const Target &target) {
+    const uint8_t *data = matrix.data + first * matrix.tile_bytes;
+    for (int tile = first; tile < last; tile++, data += matrix.tile_bytes) {
+        F sums[M];
+        Weights::template tile<M>(data, matrix.columns, rows, row, sums);
+        UNROLL for (int m = 0; m < M; m++) put(target, row + m, tile * LANES, sums[m]);
+    }
 }
 
-constexpr int GROUP = 4;               // rows that share what was unpacked
-constexpr int64_t NEAR_BYTES = 32768;  // of activations that stay in the first cache while tiles pass by
+// The rows that are left over from whole groups, at most M.
+template <class Weights, int M>
+INLINE void sweep_rest(int count, const Matrix &matrix, int first, int last, const Activations &rows, int row,
+                       const Target &target) {
+    if constexpr (M > 0) {
+        if (count == M) sweep<Weights, M>(matrix, first, last, rows, row, target);
+        else sweep_rest<Weights, M - 1>(count, matrix, first, last, rows, row, target);
+    }
+}
 
+// Row group after row group: the tiles are few enough to stay in the first cache meanwhile.
 template <class Weights>
 void multiply_tiles(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows,
                     const Target &target) {
-    const int64_t row_bytes = matrix.columns * (rows.rounded ? 1 : 4);
-    int near_rows = int(NEAR_BYTES / row_bytes) / GROUP * GROUP;
-    if (near_rows < GROUP) near_rows = GROUP;
-    for (int start = 0; start < num_rows; start += near_rows) {
-        const int end = start + near_rows < num_rows ? start + near_rows : num_rows;
-        for (int tile = first; tile < last; tile++) {
-            const uint8_t *data = matrix.data + tile * matrix.tile_bytes;
-            const int output = tile * LANES;
-            int row = start;
-            for (; row + GROUP <= end; row += GROUP)
-                rows_of_tile<Weights, GROUP>(data, matrix.columns, rows, row, target, output);
-            if (end - row == 3) rows_of_tile<Weights, 3>(data, matrix.columns, rows, row, target, output);
-            if (end - row == 2) rows_of_tile<Weights, 2>(data, matrix.columns, rows, row, target, output);
-            if (end - row == 1) rows_of_tile<Weights, 1>(data, matrix.columns, rows, row, target, output);
-        }
-    }
+    int row = 0;
+    for (; row + V::GROUP <= num_rows; row += V::GROUP)
+        sweep<Weights, V::GROUP>(matrix, first, last, rows, row, target);
+    sweep_rest<Weights, V::GROUP - 1>(num_rows - row, matrix, first, last, rows, row, target);
 }
 
 void multiply(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows, float *out,
@@ -348,14 +357,14 @@ void multiply(const Matrix &matrix, int first, int last, const Activations &rows
 
 // --- rows --------------------------------------------------------------------------------------------------------
 
-inline float sum_lanes(F x) {
+INLINE float sum_lanes(F x) {
     float lanes[LANES], sum = 0.0f;
     V::store(lanes, x);
     for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     return sum;
 }
 
-inline float max_lanes(F x) {
+INLINE float max_lanes(F x) {
     float lanes[LANES];
     V::store(lanes, x);
     float most = lanes[0];
@@ -363,9 +372,8 @@ inline float max_lanes(F x) {
     return most;
 }
 
-// To int8 with one scale for `size` numbers. Sums of 16 are kept as (whole block, its second half).
-void round_row(const float *values, int count, Rounding how, int8_t *rounded, float *scales, float *weighted,
-               int32_t *sums) {
+// To int8 with one scale for a block or a super-block.
+void round_row(const float *values, int count, Rounding how, const Rounded &out) {
     const int size = how == BY_SUPER ? SUPER : BLOCK;
     for (int start = 0; start < count; start += size) {
         F most = V::zero(), broken = V::zero();
@@ -376,30 +384,36 @@ void round_row(const float *values, int count, Rounding how, int8_t *rounded, fl
         }
         const float largest = max_lanes(most);
         const bool sound = sum_lanes(broken) == 0.0f;
-        const F inverse = V::set(sound && largest > 0.0f ? 127.0f / largest : 0.0f);
         const float scale = sound ? largest / 127.0f : NAN;  // what is broken must be seen in the result
+        const F inverse = V::set(sound && largest > 0.0f ? 127.0f / largest : 0.0f);
         for (int block = start; block < start + size; block += BLOCK) {
-            I halves[2];
+            int32_t halves[2];
             for (int half = 0; half < 2; half++) {
-                halves[half] = V::int_zero();
+                I sum = V::int_zero();
                 for (int at = block + 16 * half; at < block + 16 * half + 16; at += LANES) {
                     const I whole = sound ? V::to_int(V::mul(V::load(values + at), inverse)) : V::int_zero();
-                    V::store_bytes(rounded + at, whole);
-                    halves[half] = V::int_add(halves[half], whole);
+                    V::store_bytes(out.rounded + at, whole);
+                    sum = V::int_add(sum, whole);
                 }
+                halves[half] = int32_t(sum_lanes(V::to_float(sum)));  // small enough to be exact
             }
-            // Sums of bytes are small enough to be exact as floats.
-            const int32_t second = int32_t(sum_lanes(V::to_float(halves[1])));
-            const int32_t sum = int32_t(sum_lanes(V::to_float(halves[0]))) + second;
-            sums[block / 16] = sum;
-            sums[block / 16 + 1] = second;
-            scales[block / BLOCK] = scale;
-            weighted[block / BLOCK] = scale * float(sum);
+            const int32_t sum = halves[0] + halves[1];
+            out.scales[block / BLOCK] = scale;
+            if (how == BY_BLOCK) {
+                out.weighted[block / BLOCK] = scale * float(sum);
+                continue;
+            }
+            int8_t *digits = out.digits + start / 16 + (block - start) / BLOCK;
+            digits[0] = int8_t(sum & 63);
+            digits[8] = int8_t(sum >> 6);
+            for (int half = 0; half < 2; half++)
+                for (int lane = 0; lane < LANES; lane++)
+                    out.starts[(block / 16 + half) * LANES + lane] = V::BIAS_BITS - 32 * halves[half];
         }
     }
 }
 
-void norm(const float *x, const float *weight, float eps, int count, float *out) {
+float scale_of(const float *x, float eps, int count) {
     F squares[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     int at = 0;
     for (; at + 4 * LANES <= count; at += 4 * LANES)
@@ -408,15 +422,19 @@ void norm(const float *x, const float *weight, float eps, int count, float *out)
             squares[j] = V::fma(squares[j], part, part);
         }
     float sum = sum_lanes(V::add(V::add(squares[0], squares[1]), V::add(squares[2], squares[3])));
-    for (int rest = at; rest < count; rest++) sum += x[rest] * x[rest];
-    const float inverse = 1.0f / sqrtf(sum / float(count) + eps);
-    for (at = 0; at + LANES <= count; at += LANES)
-        V::store(out + at, V::mul(V::mul(V::load(x + at), V::set(inverse)), V::load(weight + at)));
-    for (; at < count; at++) out[at] = x[at] * inverse * weight[at];
+    for (; at < count; at++) sum += x[at] * x[at];
+    return 1.0f / sqrtf(sum / float(count) + eps);
+}
+
+void norm(const float *x, float scale, const float *weight, int count, float *out) {
+    int at = 0;
+    for (; at + LANES <= count; at += LANES)
+        V::store(out + at, V::mul(V::mul_one(V::load(x + at), scale), V::load(weight + at)));
+    for (; at < count; at++) out[at] = x[at] * scale * weight[at];
 }
 
 // e^x to about one part in 10^7; x below -87 counts as -87.
-inline F exponential(F x) {
+INLINE F exponential(F x) {
     x = V::min(V::max(x, V::set(-87.0f)), V::set(88.0f));
     const I power = V::to_int(V::mul(x, V::set(1.44269504f)));
     const F n = V::to_float(power);
@@ -449,44 +467,41 @@ void gate(float *gate, const float *up, int count) {
     }
 }
 
-void store_half(const float *values, int count, uint16_t *out) {
-    int at = 0;
-    for (; at + LANES <= count; at += LANES) V::store_half(out + at, V::load(values + at));
-    if (at < count) {
-        float last[LANES] = {};
-        uint16_t halves[LANES];
-        memcpy(last, values + at, sizeof(float) * (count - at));
-        V::store_half(halves, V::load(last));
-        memcpy(out + at, halves, sizeof(uint16_t) * (count - at));
-    }
-}
-
 // --- attention ---------------------------------------------------------------------------------------------------
 
-// Products of Q queries with TOKENS keys that lie side by side. Dimension after dimension, so no key waits for another.
+// Products of Q queries with TOKENS keys that lie side by side. Dimension after dimension, even and odd ones in sums of
+// their own, so that neither keys nor dimensions wait for each other.
+// `soon`: what is read next, one line for each dimension.
 template <int Q>
-inline void match_keys(const uint16_t *keys, int64_t stride, int head_dim, const float *const *queries,
-                       float (*out)[TOKENS]) {
+INLINE void match_keys(const float *keys, int64_t stride, int head_dim, const float *const *queries,
+                       float (*out)[TOKENS], const float *soon) {
     constexpr int VECTORS = TOKENS / LANES;
-    F sums[Q][VECTORS];
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < VECTORS; v++) sums[q][v] = V::zero();
-    for (int d = 0; d < head_dim; d++, keys += stride)
-        for (int v = 0; v < VECTORS; v++) {
-            const F key = V::half(keys + v * LANES);
-            for (int q = 0; q < Q; q++) sums[q][v] = V::fma(sums[q][v], key, V::set(queries[q][d]));
+    F sums[2][Q][VECTORS];
+    for (int part = 0; part < 2; part++)
+        for (int q = 0; q < Q; q++)
+            for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
+    for (int d = 0; d < head_dim; d += 2)
+        for (int part = 0; part < 2; part++, keys += stride, soon += 16) {
+            __builtin_prefetch(soon);
+            for (int v = 0; v < VECTORS; v++) {
+                const F key = V::load(keys + v * LANES);
+                for (int q = 0; q < Q; q++)
+                    sums[part][q][v] = V::fma_one(sums[part][q][v], key, queries[q][d + part]);
+            }
         }
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < VECTORS; v++) V::store(out[q] + v * LANES, sums[q][v]);
+    UNROLL for (int q = 0; q < Q; q++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            V::store(out[q] + v * LANES, V::add(sums[0][q][v], sums[1][q][v]));
 }
 
 template <int Q>
-inline void match_all(const Held &held, const Sight &sight, const float *const *queries, float *scores, int64_t room) {
+INLINE void match_all(const Held &held, const Sight &sight, const float *const *queries, float *scores, int64_t room) {
     float out[Q][TOKENS];
     for (int index = sight.first; index < sight.last;) {
         const int within = index % held.page_size, group = within / TOKENS * TOKENS;
-        const uint16_t *keys = held.keys + sight.pages[index / held.page_size] * held.page_stride + group;
-        match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out);
+        const int64_t page = sight.pages[index / held.page_size] * held.page_stride;
+        const float *keys = held.keys + page + group, *values = held.values + page + group * held.padded_dim;
+        match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, values);
         int count = group + TOKENS < held.page_size ? group + TOKENS - within : held.page_size - within;
         if (count > sight.last - index) count = sight.last - index;
         for (int q = 0; q < Q; q++)
@@ -497,8 +512,8 @@ inline void match_all(const Held &held, const Sight &sight, const float *const *
     for (int extra = 0; extra < sight.num_extras; extra++) {
         const int index = sight.extras[extra], within = index % held.page_size, group = within / TOKENS * TOKENS;
         if (index - within + group != done) {
-            const uint16_t *keys = held.keys + sight.pages[index / held.page_size] * held.page_stride + group;
-            match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out);
+            const float *keys = held.keys + sight.pages[index / held.page_size] * held.page_stride + group;
+            match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, keys);
             done = index - within + group;
         }
         for (int q = 0; q < Q; q++) scores[q * room + sight.last - sight.first + extra] = out[q][within - group];
@@ -506,7 +521,7 @@ inline void match_all(const Held &held, const Sight &sight, const float *const *
 }
 
 // Scores become weights; returns one over their sum. Room for a whole last vector.
-inline float weigh(float *scores, int count) {
+INLINE float weigh(float *scores, int count) {
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int at = count; at < padded; at++) scores[at] = -INFINITY;
     F most = V::load(scores);
@@ -521,56 +536,55 @@ inline float weigh(float *scores, int count) {
     return 1.0f / sum_lanes(sum);
 }
 
-template <int Q> struct Mixed {
-    static constexpr int WIDTH = 16;  // dimensions at a time
-    static constexpr int VECTORS = WIDTH / LANES;
-    F sums[Q][VECTORS];
-
-    inline void clear() {
+template <int Q, int VECTORS> INLINE void take_value(F *sums, const float *value, const float *weights, int64_t room) {
+    for (int v = 0; v < VECTORS; v++) {
+        const F part = V::load(value + v * LANES);
         for (int q = 0; q < Q; q++)
-            for (int v = 0; v < VECTORS; v++) sums[q][v] = V::zero();
+            sums[q * VECTORS + v] = V::fma_one(sums[q * VECTORS + v], part, weights[q * room]);
     }
-    inline void take(const uint16_t *values, const float *weights, int64_t room) {
-        for (int v = 0; v < VECTORS; v++) {
-            const F value = V::half(values + v * LANES);
-            for (int q = 0; q < Q; q++) sums[q][v] = V::fma(sums[q][v], value, V::set(weights[q * room]));
-        }
+}
+
+// Values of all tokens that are seen, weighed: dimensions d to d + 16 * PARTS of Q queries, token after token.
+template <int Q, int PARTS>
+INLINE void mix_values(const Held &held, const Sight &sight, const float *scores, int64_t room, int d,
+                       const float *inverse, float *const *out) {
+    constexpr int VECTORS = 16 * PARTS / LANES;
+    const int64_t stride = held.padded_dim;
+    F sums[Q * VECTORS];
+    for (int at = 0; at < Q * VECTORS; at++) sums[at] = V::zero();
+    const float *weights = scores;
+    for (int index = sight.first; index < sight.last;) {
+        const int within = index % held.page_size;
+        int count = held.page_size - within;
+        if (count > sight.last - index) count = sight.last - index;
+        const float *value = held.values + sight.pages[index / held.page_size] * held.page_stride + within * stride + d;
+        for (int t = 0; t < count; t++, value += stride, weights++) take_value<Q, VECTORS>(sums, value, weights, room);
+        index += count;
     }
-};
+    for (int extra = 0; extra < sight.num_extras; extra++, weights++) {
+        const int index = sight.extras[extra];
+        const float *page = held.values + sight.pages[index / held.page_size] * held.page_stride;
+        take_value<Q, VECTORS>(sums, page + index % held.page_size * stride + d, weights, room);
+    }
+    const int count = held.head_dim - d < 16 * PARTS ? held.head_dim - d : 16 * PARTS;
+    UNROLL for (int q = 0; q < Q; q++) {
+        float whole[16 * PARTS];
+        UNROLL for (int v = 0; v < VECTORS; v++) V::store(whole + v * LANES, V::mul_one(sums[q * VECTORS + v], inverse[q]));
+        memcpy(out[q] + d, whole, sizeof(float) * count);
+    }
+}
 
 template <int Q>
 void attend_with(const Held &held, const Sight &sight, const float *const *queries, float *const *out, float *scores,
                  int64_t room) {
     match_all<Q>(held, sight, queries, scores, room);
-    const int run = sight.last - sight.first;
     float inverse[Q];
-    for (int q = 0; q < Q; q++) inverse[q] = weigh(scores + q * room, run + sight.num_extras);
-    for (int d = 0; d < held.head_dim; d += Mixed<Q>::WIDTH) {
-        Mixed<Q> mixed;
-        mixed.clear();
-        for (int index = sight.first; index < sight.last;) {
-            const int within = index % held.page_size;
-            int count = held.page_size - within;
-            if (count > sight.last - index) count = sight.last - index;
-            const uint16_t *values = held.values + sight.pages[index / held.page_size] * held.page_stride;
-            values += within * held.padded_dim + d;
-            const float *weights = scores + index - sight.first;
-            for (int t = 0; t < count; t++) mixed.take(values + t * held.padded_dim, weights + t, room);
-            index += count;
-        }
-        for (int extra = 0; extra < sight.num_extras; extra++) {
-            const int index = sight.extras[extra];
-            const uint16_t *values = held.values + sight.pages[index / held.page_size] * held.page_stride;
-            mixed.take(values + index % held.page_size * held.padded_dim + d, scores + run + extra, room);
-        }
-        const int count = held.head_dim - d < Mixed<Q>::WIDTH ? held.head_dim - d : Mixed<Q>::WIDTH;
-        for (int q = 0; q < Q; q++) {
-            float whole[Mixed<Q>::WIDTH];
-            for (int v = 0; v < Mixed<Q>::VECTORS; v++)
-                V::store(whole + v * LANES, V::mul(mixed.sums[q][v], V::set(inverse[q])));
-            memcpy(out[q] + d, whole, sizeof(float) * count);
-        }
-    }
+    for (int q = 0; q < Q; q++) inverse[q] = weigh(scores + q * room, sight.last - sight.first + sight.num_extras);
+    constexpr int PARTS = Q == 1 ? 4 : Q == 2 ? 2 : 1;  // as many sums as fit into the registers
+    int d = 0;
+    for (; d + 16 * PARTS <= held.padded_dim; d += 16 * PARTS)
+        mix_values<Q, PARTS>(held, sight, scores, room, d, inverse, out);
+    for (; d < held.padded_dim; d += 16) mix_values<Q, 1>(held, sight, scores, room, d, inverse, out);
 }
 
 void attend(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
@@ -584,7 +598,7 @@ void attend(const Held &held, const Sight &sight, const float *const *queries, i
 }
 
 constexpr Kernels make_kernels(const char *name) {
-    return {name, LANES, multiply, round_row, norm, gate, attend, store_half, make_sampling_kernels()};
+    return {name, LANES, multiply, round_row, scale_of, norm, gate, attend, make_sampling_kernels()};
 }
 
 }  // namespace

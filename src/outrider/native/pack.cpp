@@ -124,11 +124,18 @@ void write_quants(const uint8_t *quants, int extra_bits, int lane, int lanes, ui
             out[place.vector * width + place.byte] = quants[k];
             continue;
         }
+        if (extra_bits == 2) {  // three vectors of each four, and the fourth in their upper bits
+            uint8_t *group = out + place.vector / 4 * 3 * width + place.byte;
+            if (place.vector % 4 < 3) {
+                group[place.vector % 4 * width] |= quants[k];
+            } else {
+                for (int part = 0; part < 3; part++) group[part * width] |= uint8_t((quants[k] >> 2 * part & 3) << 6);
+            }
+            continue;
+        }
         out[place.vector % 4 * width + place.byte] |= uint8_t((quants[k] & 0x0F) << (place.vector < 4 ? 0 : 4));
         const int extra = quants[k] >> 4;
         if (extra_bits == 1) out[4 * width + place.byte] |= uint8_t(extra << place.vector);
-        if (extra_bits == 2)
-            out[(4 + place.vector / 4) * width + place.byte] |= uint8_t(extra << 2 * (place.vector % 4));
     }
 }
 
@@ -140,10 +147,15 @@ void read_quants(const uint8_t *at, int extra_bits, int lane, int lanes, uint8_t
             quants[k] = at[place.vector * width + place.byte];
             continue;
         }
+        if (extra_bits == 2) {
+            const uint8_t *group = at + place.vector / 4 * 3 * width + place.byte;
+            quants[k] = uint8_t(place.vector % 4 < 3
+                                    ? group[place.vector % 4 * width] & 63
+                                    : group[0] >> 6 | (group[width] >> 6) << 2 | (group[2 * width] >> 6) << 4);
+            continue;
+        }
         int quant = at[place.vector % 4 * width + place.byte] >> (place.vector < 4 ? 0 : 4) & 0x0F;
         if (extra_bits == 1) quant |= (at[4 * width + place.byte] >> place.vector & 1) << 4;
-        if (extra_bits == 2)
-            quant |= (at[(4 + place.vector / 4) * width + place.byte] >> 2 * (place.vector % 4) & 3) << 4;
         quants[k] = uint8_t(quant);
     }
 }
@@ -156,6 +168,9 @@ uint16_t read_half(const uint8_t *at) {
     return value;
 }
 
+// Minima of a super-block are laid out like quants: four of a row together, row beside row.
+int minimum_at(int block, int lane, int lanes) { return block / 4 * 4 * lanes + 4 * lane + block % 4; }
+
 void write_block(const Block &block, int32_t type, const Format &format, int lane, int lanes, uint8_t *out) {
     write_half(block.d, out + 2 * lane);
     int head = 2 * lanes;
@@ -165,8 +180,9 @@ void write_block(const Block &block, int32_t type, const Format &format, int lan
     }
     if (format.block == SUPER) {
         for (int j = 0; j < 16; j++) {
-            const bool is_minimum = type != Q6_K && j >= 8;
-            out[head + j * lanes + lane] = is_minimum ? block.minima[j - 8] : block.scales[j];
+            if (type == Q6_K) out[head + j * lanes + lane] = block.scales[j] ^ 0x80;  // signed: 128 is added
+            else if (j < 8) out[head + j * lanes + lane] = block.scales[j];
+            else out[head + 8 * lanes + minimum_at(j - 8, lane, lanes)] = block.minima[j - 8];
         }
     }
     out += format.head * lanes;
@@ -174,16 +190,18 @@ void write_block(const Block &block, int32_t type, const Format &format, int lan
         write_quants(block.quants + 32 * b, format.extra_bits, lane, lanes, out + b * format.quants * lanes);
 }
 
-float value_of(int32_t type, float d, float minimum, const uint8_t *small, int lanes, int k, uint8_t quant) {
+// small: where the scales of a tile's super-block begin.
+float value_of(int32_t type, float d, float minimum, const uint8_t *small, int lane, int lanes, int k, uint8_t quant) {
     switch (type) {
         case Q4_0: return d * float(quant - 8);
         case Q5_0: return d * float(quant - 16);
         case Q8_0: return d * float(int8_t(quant));
         case Q4_1:
         case Q5_1: return d * float(quant) + minimum;
-        case Q6_K: return d * float(int8_t(small[k / 16 * lanes])) * float(quant - 32);
+        case Q6_K: return d * float(small[k / 16 * lanes + lane] - 128) * float(quant - 32);
     }
-    return d * float(small[k / 32 * lanes]) * float(quant) - minimum * float(small[(8 + k / 32) * lanes]);
+    const float scale = d * float(small[k / 32 * lanes + lane]);
+    return scale * float(quant) - minimum * float(small[8 * lanes + minimum_at(k / 32, lane, lanes)]);
 }
 
 int number_bytes(int32_t type) { return type == F32 ? 4 : type == F16 ? 2 : 0; }
@@ -243,12 +261,12 @@ void unpack_row(const Matrix &matrix, int row, int lanes, float *out) {
         const float d = wide(read_half(at + 2 * lane));
         const bool has_minimum = matrix.type != Q6_K && format.head > 2;
         const float minimum = has_minimum ? wide(read_half(at + 2 * (lanes + lane))) : 0.0f;
-        const uint8_t *small = at + (has_minimum ? 4 : 2) * lanes + lane;
+        const uint8_t *small = at + (has_minimum ? 4 : 2) * lanes;
         uint8_t quants[SUPER];
         for (int part = 0; part < format.block / 32; part++)
             read_quants(at + (format.head + part * format.quants) * lanes, format.extra_bits, lane, lanes,
                         quants + 32 * part);
         for (int k = 0; k < format.block; k++)
-            out[b * format.block + k] = value_of(matrix.type, d, minimum, small, lanes, k, quants[k]);
+            out[b * format.block + k] = value_of(matrix.type, d, minimum, small, lane, lanes, k, quants[k]);
     }
 }

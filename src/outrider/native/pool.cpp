@@ -24,6 +24,8 @@ template <class Done> inline void wait_for(const Done &done) {
 
 }  // namespace
 
+thread_local int Pool::number_ = 0;
+
 Pool &Pool::get() {
     static Pool *pool = new Pool;  // never destroyed: threads may still wait in it when the process ends
     return *pool;
@@ -35,8 +37,13 @@ void Pool::resize(int count) {
     if (count == size_ && int(threads_.size()) == count - 1) return;
     stop();
     size_ = count;
+    stretches_ = std::vector<Stretch>(size_t(count));
+    launch();
+}
+
+void Pool::launch() {
     owner_ = getpid();
-    for (int number = 1; number < count; number++) threads_.emplace_back(&Pool::work, this, job_.load());
+    for (int number = 1; number < size_; number++) threads_.emplace_back(&Pool::work, this, number, job_.load());
 }
 
 void Pool::stop() {
@@ -55,13 +62,14 @@ void Pool::leave_a_fork() {
     if (owner_ == 0 || owner_ == getpid()) return;
     new std::vector<std::thread>(std::move(threads_));  // left alone: there is nothing to join or detach
     threads_.clear();
-    arrived_ = finished_ = next_ = 0;
-    owner_ = getpid();
-    for (int number = 1; number < size_; number++) threads_.emplace_back(&Pool::work, this, job_.load());
+    arrived_ = finished_ = 0;
+    for (Stretch &stretch : stretches_) stretch.next = 0;
+    launch();
 }
 
 void Pool::start(Call call, const void *context) {
     leave_a_fork();
+    number_ = 0;
     call_ = call;
     context_ = context;
     finished_.store(0, std::memory_order_relaxed);
@@ -80,14 +88,15 @@ void Pool::meet() {
     const unsigned round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
         arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
+        for (Stretch &stretch : stretches_) stretch.next.store(0, std::memory_order_relaxed);
         round_.store(round + 1, std::memory_order_release);
         return;
     }
     wait_for([this, round] { return round_.load(std::memory_order_acquire) != round; });
 }
 
-void Pool::work(unsigned seen) {
+void Pool::work(int number, unsigned seen) {
+    number_ = number;
     for (;;) {
         for (int spins = 0; spins < SPINS_AFTER_A_PASS && job_.load(std::memory_order_acquire) == seen; spins++) relax();
         if (job_.load(std::memory_order_acquire) == seen) {

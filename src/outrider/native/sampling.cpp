@@ -172,28 +172,29 @@ uint32_t falling(float value) {
 }
 
 // Sorts by the upper 32 bits; equal ones stay as they are, in the order of their lower 32 bits.
-void sort_keys(std::vector<uint64_t> &keys, std::vector<uint64_t> &spare) {
-    if (keys.size() < 1024) {
-        std::sort(keys.begin(), keys.end());
+void sort_keys(std::vector<uint64_t> &keys, std::vector<uint64_t> &spare, size_t count) {
+    if (count < 1024) {
+        std::sort(keys.begin(), keys.begin() + count);
         return;
     }
     constexpr int DIGIT = 11;
+    constexpr uint32_t MASK = (1 << DIGIT) - 1;
     spare.resize(keys.size());
     for (int shift = 32; shift < 64; shift += DIGIT) {
-        uint32_t starts[1 << DIGIT] = {}, sum = 0;
-        for (uint64_t key : keys) starts[(key >> shift) & ((1 << DIGIT) - 1)]++;
+        uint32_t starts[MASK + 1] = {}, sum = 0;
+        for (size_t at = 0; at < count; at++) starts[(keys[at] >> shift) & MASK]++;
         for (uint32_t &start : starts) {
-            uint32_t count = start;
+            uint32_t number = start;
             start = sum;
-            sum += count;
+            sum += number;
         }
-        for (uint64_t key : keys) spare[starts[(key >> shift) & ((1 << DIGIT) - 1)]++] = key;
+        for (size_t at = 0; at < count; at++) spare[starts[(keys[at] >> shift) & MASK]++] = keys[at];
         keys.swap(spare);
     }
 }
 
-// One row of logits under the settings of its job. The tokens that top-k and top-p leave are held as a list, best
-// first; without them the row itself is used, and what min-p rules out is left out on the way.
+// One row of logits under the settings of its job. The tokens that top-k and top-p leave are held as a list; without
+// them the row itself is used, and what min-p rules out is left out on the way.
 class Row {
   public:
     Row(const SamplingJob &job, const float *logits, int32_t size)
@@ -317,29 +318,56 @@ class Row {
 
     // top-k, then top-p of what is left, then min-p: each keeps the first so many of one order.
     void rank() {
-        double limit = INFINITY;
         if (job_.top_k > 0) {
             gather(kth_highest(std::min(job_.top_k, size_)));
-            sort_keys(work_.keys, work_.spare);
-            work_.keys.resize(std::min<size_t>(work_.keys.size(), job_.top_k));
-        } else {
-            limit = static_cast<double>(job_.top_p) * exponentials_of_row(-INFINITE);
-            for (float floor : {-4.0f, -8.0f, -16.0f, -INFINITE}) {  // sorting all of them would take ten times as long
-                gather(floor);
-                if (floor == -INFINITE || mass_of_keys() >= limit) break;
+            sort_keys(work_.keys, work_.spare, num_keys_);
+            num_keys_ = std::min<size_t>(num_keys_, job_.top_k);
+            if (job_.top_p <= 1.0f) {
+                list_keys(-INFINITE);
+                double limit = static_cast<double>(job_.top_p) * exponentials_of_list(), before = 0.0;
+                size_t kept = 0;
+                while (kept < num_keys_ && before < limit) before += work_.weights[kept++];
+                num_keys_ = kept;
             }
-            sort_keys(work_.keys, work_.spare);
+        } else {
+            double limit = static_cast<double>(job_.top_p) * exponentials_of_row(-INFINITE);
+            for (float floor : {-4.0f, -8.0f, -16.0f, -INFINITE}) {  // most tokens need not be ordered at all
+                gather(floor);
+                if (floor == -INFINITE || mass_of_keys(0, num_keys_) >= limit) break;
+            }
+            keep_mass(limit);
         }
-        list_keys();
-        double total = exponentials_of_list();
-        if (job_.top_k > 0) limit = job_.top_p <= 1.0f ? static_cast<double>(job_.top_p) * total : INFINITY;
+        list_keys(job_.min_p);
+        kernels_.scan(work_.values.data(), listed_, work_.tops.data());
+    }
+
+    // Of the keys, those that come after less than `limit` of mass. The others are split off, part by part: only the
+    // part in which the limit lies is looked at again.
+    void keep_mass(double limit) {
+        std::vector<uint64_t> &keys = work_.keys;
+        size_t start = 0, end = num_keys_;
         double before = 0.0;
-        int32_t kept = 0;
-        while (kept < listed_ && before < limit && work_.values[kept] >= job_.min_p) {
-            before += work_.weights[kept];
-            kept++;
+        while (end - start > 64) {
+            uint64_t first = keys[start], middle = keys[start + (end - start) / 2], last = keys[end - 1];
+            uint64_t pivot = std::max(std::min(first, middle), std::min(std::max(first, middle), last));
+            size_t split = start;
+            for (size_t at = start; at < end; at++) {  // again without a branch
+                uint64_t key = keys[at];
+                keys[at] = keys[split];
+                keys[split] = key;
+                split += key < pivot;
+            }
+            double mass = mass_of_keys(start, split);
+            if (before + mass < limit) {
+                before += mass;
+                start = split;
+            } else {
+                end = split;
+            }
         }
-        listed_ = kept;
+        std::sort(keys.begin() + start, keys.begin() + end);
+        while (start < end && before < limit) before += work_.weights[static_cast<uint32_t>(keys[start++])];
+        num_keys_ = start;
     }
 
     // A shaped value that at least `count` tokens reach.
@@ -356,34 +384,41 @@ class Row {
     }
 
     // The possible tokens from a shaped value on as keys of their order.
-    void gather(float floor) const {
-        work_.keys.clear();
+    void gather(float floor) {
+        std::vector<uint64_t> &keys = work_.keys;
+        if (keys.size() < static_cast<size_t>(size_)) keys.resize(size_);
+        size_t count = 0;
         for (int32_t block = 0; block < num_blocks(size_); block++) {
             if (shaped(work_.tops[block]) < floor) continue;
             int32_t end = std::min(size_, (block + 1) * SAMPLING_BLOCK);
             for (int32_t at = block * SAMPLING_BLOCK; at < end; at++) {
                 float value = shaped(logits_[at]);
-                if (value >= floor && value > -INFINITE) {
-                    work_.keys.push_back(static_cast<uint64_t>(falling(value)) << 32 | static_cast<uint32_t>(at));
-                }
+                keys[count] = static_cast<uint64_t>(falling(value)) << 32 | static_cast<uint32_t>(at);
+                count += (value >= floor) & (value > -INFINITE);  // no branch: it could not be foreseen
             }
         }
+        num_keys_ = count;
     }
 
-    double mass_of_keys() const {  // the weights are those of the whole row
-        double sum = 0.0;
-        for (uint64_t key : work_.keys) sum += work_.weights[static_cast<uint32_t>(key)];
-        return sum;
+    double mass_of_keys(size_t start, size_t end) const {  // where the weights are those of the whole row
+        double sums[4] = {};
+        for (size_t at = start; at < end; at++) sums[at % 4] += work_.weights[static_cast<uint32_t>(work_.keys[at])];
+        return (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 
-    void list_keys() {
-        listed_ = static_cast<int32_t>(work_.keys.size());
-        size_t padded = static_cast<size_t>(num_blocks(listed_)) * SAMPLING_BLOCK;
+    // The tokens of the keys as the list, from a shaped value on.
+    void list_keys(float floor) {
+        size_t padded = static_cast<size_t>(num_blocks(static_cast<int32_t>(num_keys_))) * SAMPLING_BLOCK;
         work_.ids.assign(padded, 0);
         work_.values.resize(padded);
-        for (int32_t at = 0; at < listed_; at++) {
-            work_.ids[at] = static_cast<int32_t>(static_cast<uint32_t>(work_.keys[at]));
-            work_.values[at] = shaped(logits_[work_.ids[at]]);
+        listed_ = 0;
+        for (size_t at = 0; at < num_keys_; at++) {
+            int32_t id = static_cast<int32_t>(static_cast<uint32_t>(work_.keys[at]));
+            float value = shaped(logits_[id]);
+            if (value < floor) continue;
+            work_.ids[listed_] = id;
+            work_.values[listed_] = value;
+            listed_++;
         }
     }
 
@@ -409,7 +444,7 @@ class Row {
     struct List {
         const Row &row;
         int32_t size;
-        float raw_top(int32_t block) const { return row.work_.values[block * SAMPLING_BLOCK]; }
+        float raw_top(int32_t block) const { return row.work_.tops[block]; }
         float top(int32_t block) const { return raw_top(block); }
         float value(int32_t at) const { return row.work_.values[at]; }
         int32_t id(int32_t at) const { return row.work_.ids[at]; }
@@ -432,6 +467,7 @@ class Row {
     const float *logits_;
     int32_t size_;
     int32_t listed_ = 0;
+    size_t num_keys_ = 0;
     float peak_;
     float lowest_;
     float scale_ = 1.0f;
@@ -552,7 +588,12 @@ EXPORTED void outrider_shape(const float *logits, int64_t stride, int32_t size, 
                              float *shaped, int64_t *faults) {
     for (int32_t index = 0; index < count; index++) {
         SamplingJob job = jobs[index];
-        if (job.temperature == 0.0f) job = {job.first_word, job.second_word, 1.0f, 0, 2.0f, -INFINITE, 1};  // unfiltered
+        if (job.temperature == 0.0f) {  // greedy rows are not filtered
+            job.temperature = 1.0f;
+            job.top_k = 0;
+            job.top_p = 2.0f;
+            job.min_p = -INFINITE;
+        }
         Row row(job, logits + index * stride, size);
         float *target = shaped + static_cast<int64_t>(index) * size;
         faults[index] = !row.is_usable();

@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +36,8 @@ _JOB = np.dtype(
 _NODE = np.dtype([(name, np.int32) for name in ("row", "child", "sibling", "rank", "draft", "depth")])
 _OFF = (0, 2.0, -math.inf)  # top_k, top_p, min_p
 
-_pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_rows = [_pointer, _long, _int, _pointer, _int]  # logits, stride, size, jobs, count
+_POINTER = ctypes.c_void_p
+_ROWS: list[Any] = [_POINTER, ctypes.c_int64, ctypes.c_int32, _POINTER, ctypes.c_int32]  # logits to number of jobs
 
 
 @dataclass(slots=True)
@@ -197,10 +197,9 @@ class NativeSampling(SamplingOps):
 
 def declare(native: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with what its functions of sampling take."""
-    pointers = [_pointer] * 5
-    native.outrider_judge.argtypes = [*_rows, *pointers[:5], _long, _pointer]
-    native.outrider_draw.argtypes = [*_rows, *pointers[:4]]
-    native.outrider_shape.argtypes = [*_rows, *pointers[:2]]
+    native.outrider_judge.argtypes = [*_ROWS, *[_POINTER] * 5, ctypes.c_int64, _POINTER]
+    native.outrider_draw.argtypes = [*_ROWS, *[_POINTER] * 4]
+    native.outrider_shape.argtypes = [*_ROWS, *[_POINTER] * 2]
     for function in (native.outrider_judge, native.outrider_draw, native.outrider_shape):
         function.restype = None
     return native
@@ -304,4 +303,6 @@ def _plain(x: Array) -> Array:
 
 
 def _address(array: Array) -> int:
-    return cast(int, array.__array_interface__["data"][0])
+    if array.flags.carray and array.size:  # a third of the time of asking numpy
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return int(array.ctypes.data)

@@ -1,8 +1,8 @@
 // The inner loops of sampling. Included once by the file of each instruction set, which gives its copy to the table.
 //
-// Every order of adding up is fixed here (16 running sums, then blocks one after another), so that a row's bits never
-// depend on its neighbours. Random bits and maxima are the same on every machine; exponentials may differ in the last
-// digit where multiplying and adding is one step.
+// Every order of adding up is fixed here (16 running sums for each block, then block after block), so that a row's bits
+// never depend on its neighbours. Random bits and maxima are the same on every machine; exponentials may differ in the
+// last digit where multiplying and adding is one step.
 #pragma once
 
 #include <stdint.h>
@@ -60,23 +60,27 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Words mix(Words bits, uint32_t second_word) {
-    bits ^= bits >> 16;
-    bits *= 0x21F0AAADu;
-    bits ^= second_word;
-    bits ^= bits >> 15;
-    bits *= 0xD35A2D97u;
-    bits ^= bits >> 15;
-    return bits;
+// Each step for all groups: they do not wait for each other.
+inline void mix(Words *bits, uint32_t second_word) {
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] ^= bits[at] >> 16;
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] *= 0x21F0AAADu;
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] ^= second_word;
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] ^= bits[at] >> 15;
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] *= 0xD35A2D97u;
+    for (int32_t at = 0; at < GROUPS; at++) bits[at] ^= bits[at] >> 15;
 }
 
-// The sum of 16 running sums, in order.
-inline double sum_lanes(const Floats *sums) {
-    float lanes[LANES];
+// The sum of 16 running sums: the upper half is added to the lower, again and again.
+inline double sum_lanes(Floats *sums) {
+    for (int32_t half = GROUPS / 2; half > 0; half /= 2) {
+        for (int32_t group = 0; group < half; group++) sums[group] += sums[group + half];
+    }
+    float lanes[WIDTH];
     memcpy(lanes, sums, sizeof lanes);
-    double sum = 0.0;
-    for (int32_t lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    return sum;
+    for (int32_t half = WIDTH / 2; half > 0; half /= 2) {
+        for (int32_t lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+    }
+    return lanes[0];
 }
 
 inline int32_t scan_block(const float *values, float *top) {
@@ -90,9 +94,11 @@ inline int32_t scan_block(const float *values, float *top) {
             ordered &= value == value;
         }
     }
-    float lanes[LANES], best = -__builtin_inff();
-    memcpy(lanes, highest, sizeof lanes);
-    for (int32_t lane = 0; lane < LANES; lane++) best = lanes[lane] > best ? lanes[lane] : best;
+    for (int32_t group = 1; group < GROUPS; group++) {
+        highest[0] = highest[group] > highest[0] ? highest[group] : highest[0];
+    }
+    float best = highest[0][0];
+    for (int32_t lane = 1; lane < WIDTH; lane++) best = highest[0][lane] > best ? highest[0][lane] : best;
     *top = best;
     int32_t all_ordered = -1;
     for (int32_t lane = 0; lane < WIDTH; lane++) all_ordered &= ordered[lane];
@@ -118,30 +124,39 @@ int32_t scan(const float *row, int32_t size, float *tops) {
 }
 
 // 2^value for values from -126 to 0: a whole power, and a polynomial for what is left, -1/2 to 1/2 (its coefficients
-// make the largest relative error small: 2e-9). Exactly 1 at 0.
-inline Floats power_of_two(Floats value) {
+// make the largest relative error small: 2e-9). Exactly 1 at 0. Each step is taken for all groups: they do not wait
+// for each other.
+inline void powers_of_two(Floats *values) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, held in the low bits
-    Floats rounded = value + magic;
-    Floats rest = value - (rounded - magic);
-    Floats square = rest * rest;
-    Floats low = multiply_add(rest, all(0.693147182f), all(1.0f));
-    Floats middle = multiply_add(rest, all(0.0555033237f), all(0.240226477f));
-    Floats high = multiply_add(rest, all(0.0013398875f), all(0.00961843692f));
-    high = multiply_add(square, all(0.00015353362f), high);
-    middle = multiply_add(square, high, middle);
-    Floats sum = multiply_add(square, middle, low);
-    return (Floats)((Words)sum + ((Words)rounded << 23));
+    Floats rounded[GROUPS], square[GROUPS], middle[GROUPS], high[GROUPS];
+    for (int32_t at = 0; at < GROUPS; at++) rounded[at] = values[at] + magic;
+    for (int32_t at = 0; at < GROUPS; at++) values[at] -= rounded[at] - magic;
+    for (int32_t at = 0; at < GROUPS; at++) square[at] = values[at] * values[at];
+    const Floats fifth = all(0.0013398875f), third = all(0.0555033237f);
+    for (int32_t at = 0; at < GROUPS; at++) high[at] = multiply_add(values[at], fifth, all(0.00961843692f));
+    for (int32_t at = 0; at < GROUPS; at++) high[at] = multiply_add(square[at], all(0.00015353362f), high[at]);
+    for (int32_t at = 0; at < GROUPS; at++) middle[at] = multiply_add(values[at], third, all(0.240226477f));
+    for (int32_t at = 0; at < GROUPS; at++) middle[at] = multiply_add(square[at], high[at], middle[at]);
+    for (int32_t at = 0; at < GROUPS; at++) values[at] = multiply_add(values[at], all(0.693147182f), all(1.0f));
+    for (int32_t at = 0; at < GROUPS; at++) values[at] = multiply_add(square[at], middle[at], values[at]);
+    for (int32_t at = 0; at < GROUPS; at++) values[at] = (Floats)((Words)values[at] + ((Words)rounded[at] << 23));
 }
 
-inline double exponentials_block(const float *values, float shift, float scale, float lowest, float *out) {
+inline double exponentials_block(const float *from, float shift, float scale, float lowest, float *out) {
     Floats sums[GROUPS] = {};
-    for (int32_t at = 0; at < SAMPLING_BLOCK; at += LANES) {
-        for (int32_t group = 0; group < GROUPS; group++) {
-            Floats value = load<Floats>(values + at + group * WIDTH);
-            Floats result = power_of_two((value - shift) * scale);
-            result = (Floats)((Integers)result & (value >= lowest));
-            store(out + at + group * WIDTH, result);
-            sums[group] += result;
+    for (int32_t start = 0; start < SAMPLING_BLOCK; start += LANES) {
+        Floats values[GROUPS];
+        Integers possible[GROUPS];
+        for (int32_t at = 0; at < GROUPS; at++) {
+            Floats value = load<Floats>(from + start + at * WIDTH);
+            possible[at] = value >= lowest;
+            values[at] = (value - shift) * scale;
+        }
+        powers_of_two(values);
+        for (int32_t at = 0; at < GROUPS; at++) {
+            Floats result = (Floats)((Integers)values[at] & possible[at]);
+            store(out + start + at * WIDTH, result);
+            sums[at] += result;
         }
     }
     return sum_lanes(sums);
@@ -193,35 +208,55 @@ double subtract(float *values, int32_t size, float scale, float weight, const fl
     return sum;
 }
 
-inline Integers higher(Integers one, Integers other) { return one > other ? one : other; }
+// Mixes and stores the bits of LANES ids, and keeps the highest.
+inline void finish_noise(Words *words, NoiseKey key, int32_t *bits, Integers *highest) {
+    mix(words, key.second_word);
+    for (int32_t at = 0; at < GROUPS; at++) {
+        Integers value = (Integers)words[at];
+        store(bits + at * WIDTH, value);
+        highest[at] = value > highest[at] ? value : highest[at];
+    }
+}
 
-inline int32_t highest_of(Integers values) {
-    int32_t highest = values[0];
-    for (int32_t lane = 1; lane < WIDTH; lane++) highest = values[lane] > highest ? values[lane] : highest;
+inline int32_t highest_of(const Integers *values) {
+    int32_t lanes[LANES], highest = INT32_MIN;
+    memcpy(lanes, values, sizeof lanes);
+    for (int32_t lane = 0; lane < LANES; lane++) highest = lanes[lane] > highest ? lanes[lane] : highest;
     return highest;
 }
 
 constexpr uint32_t GOLDEN = 0x9E3779B9u;
 
 int32_t noise(NoiseKey key, int32_t first, int32_t *bits) {
-    Words spread;  // ids times GOLDEN
-    for (int32_t lane = 0; lane < WIDTH; lane++) spread[lane] = static_cast<uint32_t>(first + lane) * GOLDEN;
-    Integers highest = Integers{} + INT32_MIN;
-    for (int32_t at = 0; at < SAMPLING_BLOCK; at += WIDTH) {
-        Integers value = (Integers)mix(spread ^ key.counter, key.second_word);
-        store(bits + at, value);
-        highest = higher(value, highest);
-        spread += WIDTH * GOLDEN;
+    Words spread[GROUPS];  // ids times GOLDEN
+    Integers highest[GROUPS];
+    for (int32_t at = 0; at < GROUPS; at++) {
+        highest[at] = Integers{} + INT32_MIN;
+        for (int32_t lane = 0; lane < WIDTH; lane++) {
+            spread[at][lane] = static_cast<uint32_t>(at * WIDTH + lane) * GOLDEN;
+        }
+        spread[at] += static_cast<uint32_t>(first) * GOLDEN;
+    }
+    for (int32_t start = 0; start < SAMPLING_BLOCK; start += LANES) {
+        Words words[GROUPS];
+        for (int32_t at = 0; at < GROUPS; at++) {
+            words[at] = spread[at] ^ key.counter;
+            spread[at] += LANES * GOLDEN;
+        }
+        finish_noise(words, key, bits + start, highest);
     }
     return highest_of(highest);
 }
 
 int32_t noise_of(NoiseKey key, const int32_t *ids, int32_t *bits) {
-    Integers highest = Integers{} + INT32_MIN;
-    for (int32_t at = 0; at < SAMPLING_BLOCK; at += WIDTH) {
-        Integers value = (Integers)mix((load<Words>(ids + at) * GOLDEN) ^ key.counter, key.second_word);
-        store(bits + at, value);
-        highest = higher(value, highest);
+    Integers highest[GROUPS];
+    for (int32_t at = 0; at < GROUPS; at++) highest[at] = Integers{} + INT32_MIN;
+    for (int32_t start = 0; start < SAMPLING_BLOCK; start += LANES) {
+        Words words[GROUPS];
+        for (int32_t at = 0; at < GROUPS; at++) {
+            words[at] = (load<Words>(ids + start + at * WIDTH) * GOLDEN) ^ key.counter;
+        }
+        finish_noise(words, key, bits + start, highest);
     }
     return highest_of(highest);
 }

@@ -51,10 +51,19 @@ inline Rounding rounding_of(int32_t type) {
 struct Activations {
     const float *values;    // [rows, columns]
     const int8_t *rounded;  // [rows, columns]
-    const float *scales;    // [rows, columns / 32 or 256]
-    const float *weighted;  // [rows, columns / 32]: scale times the sum of a block
-    const int32_t *sums;    // [rows, columns / 16]: by super-block; by block each sum stands at every second place
-    int64_t columns;        // of all of these, per row
+    const float *scales;    // [rows, columns / 32], the same for all blocks of a super-block
+    const float *weighted;  // [rows, columns / 32]: scale times the sum of the block (by block only)
+    const int8_t *digits;   // [rows, columns / 256, 16]: sums of eight blocks, low digits (of 64), then high (by super)
+    const int32_t *starts;  // [rows, columns / 16, lanes]: where sums of 16 products less 32 begin (by super)
+    int64_t columns;        // of a row
+};
+
+// The same, to be written.
+struct Rounded {
+    int8_t *rounded;
+    float *scales, *weighted;
+    int8_t *digits;
+    int32_t *starts;
 };
 
 // The keys one query may see: a run of its sequence, then single tokens (the nodes of a tree above it), in order.
@@ -67,8 +76,8 @@ struct Sight {
 
 // Where keys and values of one layer and one key head lie: page p at + p * page_stride.
 struct Held {
-    uint16_t *keys;    // [head_dim, tokens of a page] in half precision
-    uint16_t *values;  // [tokens of a page, padded head_dim]
+    float *keys;    // [head_dim, tokens of a page]
+    float *values;  // [tokens of a page, padded head_dim]
     int64_t page_stride;
     int32_t page_size, padded_size;  // tokens of a page; the same, rounded up to TOKENS
     int32_t head_dim, padded_dim;
@@ -80,15 +89,14 @@ struct Kernels {
     // Tiles first..last-1 of a matrix times `rows` rows. out[row * stride + output] = product (+ bias), or += product.
     void (*multiply)(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows, float *out,
                      int64_t stride, const float *bias, bool add);
-    void (*round_row)(const float *values, int count, Rounding how, int8_t *rounded, float *scales, float *weighted,
-                      int32_t *sums);
-    // out = x / root mean square(x) * weight
-    void (*norm)(const float *x, const float *weight, float eps, int count, float *out);
+    void (*round_row)(const float *values, int count, Rounding how, const Rounded &out);
+    // out = x * scale * weight; `scale_of` gives one over the root mean square of x.
+    float (*scale_of)(const float *x, float eps, int count);
+    void (*norm)(const float *x, float scale, const float *weight, int count, float *out);
     // gate = silu(gate) * up
     void (*gate)(float *gate, const float *up, int count);
     // What up to MAX_QUERIES heads of one query see. scores: room for as many rows of `room` numbers.
     void (*attend)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
                    float *scores, int64_t room);
-    void (*store_half)(const float *values, int count, uint16_t *out);
     SamplingKernels sampling;
 };

@@ -3,10 +3,12 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 namespace {
 
 struct V {
+    static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 4;
     using F = float32x4_t;
     using I = int32x4_t;
@@ -24,33 +26,52 @@ struct V {
     static F min(F a, F b) { return vminq_f32(a, b); }
     static F abs(F a) { return vabsq_f32(a); }
     static F fma(F sum, F a, F b) { return vfmaq_f32(sum, a, b); }
+    // One number for all lanes: read as it is used, since a load that spreads it costs as much as the arithmetic.
+    static F mul_one(F a, float b) { return vmulq_n_f32(a, b); }
+    static F fma_one(F sum, F a, float b) { return vfmaq_n_f32(sum, a, b); }
     static F half(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
-    static void store_half(uint16_t *at, F x) { vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
     static I int_zero() { return vdupq_n_s32(0); }
-    static I int_set(int32_t value) { return vdupq_n_s32(value); }
     static I int_add(I a, I b) { return vaddq_s32(a, b); }
-    static I int_fma(I sum, I a, I b) { return vmlaq_s32(sum, a, b); }
-    static F to_float(I x) { return vcvtq_f32_s32(x); }
     static I to_int(F x) { return vcvtnq_s32_f32(x); }  // to the nearest, ties to even
     static F exponent(I power) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(power, vdupq_n_s32(127)), 23)); }
     static void store_bytes(int8_t *at, I x) {
         const int8x8_t narrow = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
         vst1_lane_s32(reinterpret_cast<int32_t *>(at), vreinterpret_s32_s8(narrow), 0);
     }
-    static I widen_unsigned(const uint8_t *at) {
-        const uint8x8_t bytes = vreinterpret_u8_u32(vld1_dup_u32(reinterpret_cast<const uint32_t *>(at)));
-        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+
+    // Sums of products start at the bits of 1.5 * 2^23, whose last digit is 1: as a float they are then off by just that.
+    // Converting would take four times as long as subtracting; |sum| must stay below 2^22.
+    static constexpr float BIAS = 12582912.0f;
+    static constexpr int32_t BIAS_BITS = 0x4B400000;
+    static I start() {  // loaded each time, which is free beside the arithmetic; a copy would not be
+        alignas(16) static const int32_t bits[4] = {BIAS_BITS, BIAS_BITS, BIAS_BITS, BIAS_BITS};
+        I value;
+        __asm__ volatile("ldr %q0, %1" : "=w"(value) : "m"(bits));
+        return value;
     }
-    static I widen_signed(const uint8_t *at) {
-        const int8x8_t bytes = vreinterpret_s8_u32(vld1_dup_u32(reinterpret_cast<const uint32_t *>(at)));
-        return vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
+    static I start_at(const int32_t *at) { return vld1q_s32(at); }  // LANES times the same, BIAS_BITS included
+    static F finish(I sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(BIAS)); }
+    static F to_float(I x) { return vcvtq_f32_s32(x); }
+
+    // One byte for each lane, as numbers, less `offset`.
+    template <int offset> static F small(const uint8_t *at) {
+        static const uint8_t order[16] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
+        uint32_t four;
+        memcpy(&four, at, 4);
+        const uint8x16_t bits = vreinterpretq_u8_s32(vdupq_n_s32(BIAS_BITS));
+        const uint8x16_t mixed = vqtbx1q_u8(bits, vreinterpretq_u8_u32(vsetq_lane_u32(four, vdupq_n_u32(0), 0)),
+                                            vld1q_u8(order));
+        return vsubq_f32(vreinterpretq_f32_u8(mixed), vdupq_n_f32(BIAS + offset));
     }
 
     static B bytes(const uint8_t *at) { return vld1q_u8(at); }
     static B low(B x) { return vandq_u8(x, vdupq_n_u8(0x0F)); }
     static B high(B x) { return vshrq_n_u8(x, 4); }
     static B both(B a, B b) { return vorrq_u8(a, b); }
+    static B six(B x) { return vandq_u8(x, vdupq_n_u8(0x3F)); }
+    // The upper two bits of a, b and c as one number.
+    static B upper(B a, B b, B c) { return vsriq_n_u8(vsriq_n_u8(vshrq_n_u8(c, 2), b, 4), a, 6); }
     // Bits of `x` that stand at `from` and are wanted at 4, those of `mask` only.
     template <int from> static B lift(B x, uint8_t mask) {
         if constexpr (from > 4) return vandq_u8(vshrq_n_u8(x, from - 4), vdupq_n_u8(mask));
@@ -63,6 +84,7 @@ struct V {
         int8x16_t first, second;
     };
     static Row row(const int8_t *at) { return {vld1q_s8(at), vld1q_s8(at + 16)}; }
+    static Row short_row(const int8_t *at) { return {vld1q_s8(at), vdupq_n_s8(0)}; }  // 16 of them
     template <int g> static I dot(I sum, B weights, const Row &row) {
         return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(weights), g < 4 ? row.first : row.second, g % 4);
     }

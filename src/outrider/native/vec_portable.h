@@ -24,22 +24,8 @@ inline float wide(uint16_t half) {
     return value;
 }
 
-inline uint16_t narrow(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    const uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7FFFFFFF;
-    if (rest > 0x7F800000) return uint16_t(sign | 0x7E00);
-    if (rest >= 0x477FF000) return uint16_t(sign | 0x7C00);  // rounds to infinity
-    if (rest < 0x38800000) {                                  // below the normal ones: a multiple of 2^-24
-        float magnitude;
-        memcpy(&magnitude, &rest, 4);
-        return uint16_t(sign | uint32_t(nearbyintf(magnitude * 16777216.0f)));
-    }
-    const uint32_t odd = (rest >> 13) & 1;  // ties go to even
-    return uint16_t(sign | ((rest - 0x38000000 + 0x0FFF + odd) >> 13));
-}
-
 struct V {
+    static constexpr int GROUP = 2;  // rows that share what was unpacked
     static constexpr int LANES = 4;
     struct F {
         float x[4];
@@ -69,15 +55,13 @@ struct V {
     static F abs(F a) { return each<F>([&](int i) { return fabsf(a.x[i]); }); }
     // In two steps: a fused one is a slow library call where the CPU has none.
     static F fma(F sum, F a, F b) { return each<F>([&](int i) { return sum.x[i] + a.x[i] * b.x[i]; }); }
+    static F mul_one(F a, float b) { return mul(a, set(b)); }
+    static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) { return each<F>([&](int i) { return wide(at[i]); }); }
-    static void store_half(uint16_t *at, F a) {
-        for (int lane = 0; lane < 4; lane++) at[lane] = narrow(a.x[lane]);
-    }
 
     static I int_zero() { return int_set(0); }
     static I int_set(int32_t value) { return {{value, value, value, value}}; }
     static I int_add(I a, I b) { return each<I>([&](int i) { return a.x[i] + b.x[i]; }); }
-    static I int_fma(I sum, I a, I b) { return each<I>([&](int i) { return sum.x[i] + a.x[i] * b.x[i]; }); }
     static F to_float(I a) { return each<F>([&](int i) { return float(a.x[i]); }); }
     static I to_int(F a) { return each<I>([&](int i) { return int32_t(nearbyintf(a.x[i])); }); }
     static F exponent(I power) {
@@ -91,8 +75,14 @@ struct V {
     static void store_bytes(int8_t *at, I a) {
         for (int lane = 0; lane < 4; lane++) at[lane] = int8_t(a.x[lane]);
     }
-    static I widen_unsigned(const uint8_t *at) { return {{at[0], at[1], at[2], at[3]}}; }
-    static I widen_signed(const uint8_t *at) { return {{int8_t(at[0]), int8_t(at[1]), int8_t(at[2]), int8_t(at[3])}}; }
+
+    static constexpr int32_t BIAS_BITS = 0;
+    static I start() { return int_zero(); }
+    static I start_at(const int32_t *at) { return {{at[0], at[1], at[2], at[3]}}; }
+    static F finish(I sum) { return to_float(sum); }
+    template <int offset> static F small(const uint8_t *at) {
+        return each<F>([&](int i) { return float(at[i] - offset); });
+    }
 
     template <class Do> static B each_byte(Do one) {
         B out;
@@ -107,6 +97,10 @@ struct V {
     static B low(B a) { return each_byte([&](int i) { return a.x[i] & 0x0F; }); }
     static B high(B a) { return each_byte([&](int i) { return a.x[i] >> 4; }); }
     static B both(B a, B b) { return each_byte([&](int i) { return a.x[i] | b.x[i]; }); }
+    static B six(B a) { return each_byte([&](int i) { return a.x[i] & 0x3F; }); }
+    static B upper(B a, B b, B c) {
+        return each_byte([&](int i) { return a.x[i] >> 6 | (b.x[i] >> 6) << 2 | (c.x[i] >> 6) << 4; });
+    }
     template <int from> static B lift(B a, uint8_t mask) {
         return each_byte([&](int i) { return (from > 4 ? a.x[i] >> (from > 4 ? from - 4 : 0)
                                                        : a.x[i] << (from > 4 ? 0 : 4 - from)) & mask; });
@@ -114,6 +108,7 @@ struct V {
 
     using Row = const int8_t *;
     static Row row(const int8_t *at) { return at; }
+    static Row short_row(const int8_t *at) { return at; }
     template <int g> static I dot(I sum, B weights, Row row) {
         for (int lane = 0; lane < 4; lane++)
             for (int at = 0; at < 4; at++) sum.x[lane] += int8_t(weights.x[4 * lane + at]) * row[4 * g + at];

@@ -254,7 +254,8 @@ def _constrain(xp: Any, x: Array, rows: Sequence[int], history: History, faults:
 def _keep_ranked(xp: Any, x: Array, top_k: Array, top_p: Array) -> Array:
     """The top_k highest, and of those the fewest whose mass reaches top_p. [r, V]; ties go to the lowest id."""
     if x.shape[1] >= PRUNED and is_numpy_namespace(xp):
-        return np.stack([_keep_ranked_row(row, k, p) for row, k, p in zip(x, top_k[:, 0], top_p[:, 0], strict=True)])
+        limits = zip(top_k[:, 0].tolist(), top_p[:, 0].tolist(), strict=True)
+        return np.stack([_keep_ranked_row(row, k, p) for row, (k, p) in zip(x, limits, strict=True)])
     order = xp.argsort(-x, axis=-1, stable=True)
     ranked = xp.take_along_axis(x, order, axis=-1)
     rank = xp.arange(x.shape[1], dtype=xp.float32, device=x.device)

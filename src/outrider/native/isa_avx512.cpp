@@ -1,0 +1,6 @@
+#include "vec_avx512.h"
+
+#include "kernels.h"
+
+extern const Kernels kernels_avx512;
+const Kernels kernels_avx512 = make_kernels("avx512");

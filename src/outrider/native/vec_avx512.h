@@ -1,0 +1,88 @@
+// Sixteen lanes of AVX-512 with the dot-product instructions (VNNI).
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct V {
+    static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
+    static constexpr int LANES = 16;
+    using F = __m512;
+    using I = __m512i;
+    using B = __m512i;  // four bytes for each lane
+
+    static F zero() { return _mm512_setzero_ps(); }
+    static F set(float value) { return _mm512_set1_ps(value); }
+    static F load(const float *at) { return _mm512_loadu_ps(at); }
+    static void store(float *at, F x) { _mm512_storeu_ps(at, x); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static F min(F a, F b) { return _mm512_min_ps(a, b); }
+    static F abs(F a) { return _mm512_abs_ps(a); }
+    static F fma(F sum, F a, F b) { return _mm512_fmadd_ps(a, b, sum); }
+    static F mul_one(F a, float b) { return mul(a, set(b)); }
+    static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
+    static F half(const uint16_t *at) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+    }
+
+    static I int_zero() { return _mm512_setzero_si512(); }
+    static I int_add(I a, I b) { return _mm512_add_epi32(a, b); }
+    static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+    static I to_int(F x) { return _mm512_cvtps_epi32(x); }  // to the nearest, ties to even
+    static F exponent(I power) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(power, _mm512_set1_epi32(127)), 23));
+    }
+    static void store_bytes(int8_t *at, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm512_cvtepi32_epi8(x));
+    }
+
+    static constexpr int32_t BIAS_BITS = 0;  // converting is cheap here (see vec_neon.h)
+    static I start() { return int_zero(); }
+    static I start_at(const int32_t *at) { return _mm512_loadu_si512(at); }
+    static F finish(I sum) { return to_float(sum); }
+    template <int offset> static F small(const uint8_t *at) {
+        const I wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+        return to_float(offset ? _mm512_sub_epi32(wide, _mm512_set1_epi32(offset)) : wide);
+    }
+
+    static B bytes(const uint8_t *at) { return _mm512_loadu_si512(at); }
+    // There are no shifts of bytes: pairs are shifted, and what came over from the neighbour is masked away.
+    static B only(B x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(char(mask))); }
+    static B low(B x) { return only(x, 0x0F); }
+    static B high(B x) { return only(_mm512_srli_epi16(x, 4), 0x0F); }
+    static B both(B a, B b) { return _mm512_or_si512(a, b); }
+    static B six(B x) { return only(x, 0x3F); }
+    static B upper(B a, B b, B c) {
+        return both(both(only(_mm512_srli_epi16(a, 6), 0x03), only(_mm512_srli_epi16(b, 4), 0x0C)),
+                    only(_mm512_srli_epi16(c, 2), 0x30));
+    }
+    template <int from> static B lift(B x, uint8_t mask) {
+        if constexpr (from > 4) return only(_mm512_srli_epi16(x, from - 4), mask);
+        else return only(_mm512_slli_epi16(x, 4 - from), mask);
+    }
+
+    using Row = const int8_t *;
+    static Row row(const int8_t *at) { return at; }
+    static Row short_row(const int8_t *at) { return at; }
+    template <int g> static B four(Row row) {
+        int32_t bits;
+        memcpy(&bits, row + 4 * g, 4);
+        return _mm512_set1_epi32(bits);
+    }
+    template <int g> static I dot(I sum, B weights, Row row) { return _mm512_dpbusd_epi32(sum, weights, four<g>(row)); }
+    // The instruction takes unsigned weights: signs go over to the activations.
+    template <int g> static I dot_signed(I sum, B weights, Row row) {
+        const B inputs = four<g>(row);
+        const B turned = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
+        return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), turned);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,235 @@
+"""Sampling in native code against the reference in numpy: the same verdicts, tokens and probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.errors import BackendError, RequestError
+from outrider.native.library import why_not
+from outrider.native.sampling import NativeSampling
+from outrider.sampling.noise import Noise, Stream, seed_words
+from outrider.sampling.ops import SamplingOps
+from outrider.sampling.warp import build_controls
+from outrider.types import Drafts, Job, Scores, Verdicts
+from test_sampling import job
+
+from cases import CONTROLS, Case, measure
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+REFERENCE = SamplingOps(np)
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.3, "min_p": 0.02},
+    {"min_p": 1.0},
+    {"top_k": 5},
+    {"top_k": 300, "temperature": 0.7},
+    {"top_k": 3000, "top_p": 0.99, "temperature": 50.0},
+    {"top_p": 0.5, "temperature": 1.5},
+    {"top_p": 0.999},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "temperature": 0.8},
+    {"typical_p": 0.7},
+    {"logit_bias": {1: 5.0}, "banned": (0,), "repetition_penalty": 1.4},
+]
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeSampling:
+    return NativeSampling()
+
+
+def softmax(x: Any) -> Any:
+    mass = np.exp(x - x.max(axis=-1, keepdims=True))
+    return (mass / mass.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+class Round:
+    """A random batch: chains with and without a bonus row, trees, certain and sampled drafts, odd rows."""
+
+    def __init__(self, seed: int, size: int, settings: Sequence[dict[str, Any]] = SETTINGS) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        self.jobs: list[Job] = []
+        self.counts: list[int] = []
+        self.rows: list[int] = []
+        self.parents: dict[int, list[int]] = {}
+        for index in range(int(rng.integers(1, 4))):
+            rule, chosen = str(rng.choice(["rejection", "coupled"])), settings[rng.integers(len(settings))]
+            prompt = [int(rng.integers(0, size))] * int(rng.integers(1, 9))
+            self.jobs.append(job(size, prompt, seed=seed + index, accept=rule, **chosen))
+            count = int(rng.integers(0, 6))
+            if count and rng.random() < 0.5:
+                self.parents[index] = [int(rng.integers(-1, node)) for node in range(count)]
+            has_bonus = count == 0 or index in self.parents or rng.random() < 0.8
+            self.counts.append(count)
+            self.rows.append(count + has_bonus)
+        self.logits = self._logits(sum(self.rows), size)
+        self.tokens = np.asarray(self._tokens(), dtype=np.int64)
+        self.probs = None
+        if len(self.tokens) and rng.random() < 0.5:
+            self.probs = softmax(rng.standard_normal((len(self.tokens), size)) * 2)
+
+    def _logits(self, rows: int, size: int) -> Any:
+        rng = self.rng
+        x = (rng.standard_normal((rows, size)) * rng.choice([0.0, 0.01, 1.0, 3.0, 8.0])).astype(np.float32)
+        if rng.random() < 0.2:
+            x = np.round(x)  # ties
+        if rng.random() < 0.2:
+            x[:, rng.random(size) < 0.7] = -np.inf
+        if rng.random() < 0.15:
+            x[rng.integers(rows)] = rng.choice([np.nan, np.inf, -np.inf])
+        if rng.random() < 0.1:
+            x[rng.integers(rows), rng.integers(size)] = np.nan
+        return np.asfortranarray(x) if rng.random() < 0.2 else x
+
+    def _tokens(self) -> list[int]:
+        """Drafts that are kept often: mostly drawn from the row that judges them."""
+        tokens, first = [], 0
+        for index, count in enumerate(self.counts):
+            for parent in self.parents.get(index, range(-1, count - 1)):
+                row = np.nan_to_num(self.logits[first + parent + 1], nan=0.0, posinf=9.0, neginf=-99.0)
+                noise = self.rng.gumbel(size=len(row)) * self.rng.choice([1.0, 1.0, 100.0])
+                tokens.append(int(np.argmax(row + noise)))
+            first += self.rows[index]
+        return tokens
+
+    def judge(self, ops: SamplingOps) -> Verdicts:
+        drafts = Drafts(self.counts, self.tokens, self.probs, self.parents)
+        with np.errstate(invalid="ignore"):  # a ban of what is infinite already
+            return ops.judge(self.jobs, drafts, Scores(self.rows, self.logits))
+
+    def told(self, verdicts: Verdicts) -> list[Any]:
+        """What a caller may look at: nothing else of a job that failed, no token where there was no row for it."""
+        told: list[Any] = []
+        for index, (count, rows) in enumerate(zip(self.counts, self.rows, strict=True)):
+            if index in verdicts.faults:
+                told.append("a fault")  # of several unusable rows native code names the first
+                continue
+            kept = list(verdicts.kept(index))
+            has_next = len(kept) < count or rows > count
+            told.append((int(verdicts.accepted[index]), kept, int(verdicts.next[index]) if has_next else None))
+        return told
+
+
+@pytest.mark.parametrize("size", [2, 3, 127, 128, 129, 1000, 1025, 5003])
+def test_verdicts_are_the_reference_s(native: NativeSampling, size: int) -> None:
+    settings = SETTINGS if size > 2 else SETTINGS[:-1]
+    for seed in range(60):
+        batch = Round(seed * 100 + size, size, settings)
+        assert batch.told(batch.judge(native)) == batch.told(batch.judge(REFERENCE)), (seed, size)
+
+
+@pytest.mark.parametrize("size", [49_152, 49_157])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_verdicts_at_a_real_vocabulary(native: NativeSampling, size: int, settings: dict[str, Any]) -> None:
+    for seed in range(2):
+        batch = Round(seed + size, size, [settings])
+        assert batch.told(batch.judge(native)) == batch.told(batch.judge(REFERENCE)), seed
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 5.0, 30.0])
+def test_draws_are_the_reference_s(native: NativeSampling, spread: float) -> None:
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((60, 5001)) * spread).astype(np.float32)
+    x[5:15, rng.integers(0, 5001, 4500)] = -np.inf
+    x[15] = -np.inf
+    x[15, 77] = -3.0
+    words = np.asarray([seed_words(seed, 0) for seed in range(60)], dtype=np.int32).T.copy()
+    positions = np.arange(60, dtype=np.int32)
+    for stream in (Stream.TARGET, np.arange(60, dtype=np.int32) % 4):
+        expected = Noise(np).draw(x, words, positions, stream)
+        assert native.noise.draw(x, words, positions, stream).tolist() == expected.tolist()
+    greedy = np.asarray([[index % 2] for index in range(60)], dtype=np.float32)
+    expected = Noise(np).draw(x, words, positions, Stream.TARGET, greedy)
+    assert native.noise.draw(x, words, positions, Stream.TARGET, greedy).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS[:-1], *CONTROLS.values()])
+def test_drafts_and_shaped_rows_are_the_reference_s(native: NativeSampling, settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(2)
+    logits = (rng.standard_normal((5, 3001)) * 3).astype(np.float32)
+    jobs = [job(3001, seed=s, accept="coupled" if s == 2 else "rejection", **settings) for s in range(4)]
+    jobs.append(job(3001, seed=4, temperature=0.0))
+    drafted: list[list[int]] = [[], [3], [5, 6], [], []]
+    ours, theirs = (ops.draft(jobs, drafted, logits) for ops in (native, REFERENCE))
+    assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.faults == theirs.faults == {}
+    assert (ours.probs is None) == (theirs.probs is None)
+    if theirs.probs is not None:
+        assert ((ours.probs > 0) == (theirs.probs > 0)).all()
+        np.testing.assert_allclose(ours.probs, theirs.probs, rtol=5e-6, atol=1e-30)
+    children = [ops.draft_rows(jobs, drafted, logits).draw([3, 1, 2, 3, 2]) for ops in (native, REFERENCE)]
+    assert children[0].tokens == children[1].tokens and children[0].rows == children[1].rows
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_row_does_not_depend_on_its_neighbours(native: NativeSampling, settings: dict[str, Any]) -> None:
+    """The same bits alone, among others, and in every order."""
+    logits = np.random.default_rng(1).standard_normal((6, 20_011)).astype(np.float32) * 2
+    jobs = [job(20_011, seed=b, accept="rejection", **settings) for b in range(6)]
+
+    def probabilities(rows: Sequence[int]) -> Any:
+        some = [jobs[row] for row in rows]
+        drawn = native.draft(some, [[]] * len(rows), logits[list(rows)])
+        controls = build_controls(np, None, some, [1] * len(some))
+        shaped = native._shape(some, logits[list(rows)], controls, lambda row: (some[row], []))
+        return drawn.tokens, shaped.logits if drawn.probs is None else np.stack([drawn.probs, shaped.logits], axis=1)
+
+    tokens, together = probabilities(range(6))
+    for order in ([3], [5, 4, 3, 2, 1, 0], [2, 2]):
+        some, rows = probabilities(order)
+        assert some.tolist() == tokens[order].tolist() and (rows == together[order]).all()
+
+
+def test_ties_go_to_the_lowest_id(native: NativeSampling) -> None:
+    flat = np.zeros((1, 300), dtype=np.float32)
+    drawn = native.draft([job(300, accept="rejection", top_k=200)], [[]], flat)
+    assert (drawn.probs[0] > 0).tolist() == [True] * 200 + [False] * 100
+    flat[0, 250:] = 1.0
+    assert native.draft([job(300, temperature=0.0)], [[]], flat).tokens.tolist() == [250]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "error", "message"),
+    [
+        ([0.0, math.nan, 0.0], {}, BackendError, "NaN"),
+        ([0.0, math.nan, 0.0], {"banned": (1,)}, BackendError, "NaN"),
+        ([-math.inf] * 3, {}, BackendError, "without finite logits"),
+        ([0.0, math.inf, 0.0], {"top_p": 0.5}, BackendError, "without finite logits"),
+        ([0.0, 1.0, 2.0], {"banned": (0, 1, 2)}, RequestError, "leave no token"),
+        ([0.0, 1.0, 2.0], {"processors": (lambda t, r: 1 / 0,)}, RequestError, "division by zero"),
+        ([0.0, math.nan, 0.0], {"typical_p": 0.5}, BackendError, "NaN"),
+    ],
+)
+def test_faults_name_the_job_and_spare_its_neighbour(
+    native: NativeSampling, row: list[float], settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good = [0.0, 90.0, 0.0]
+    logits = np.asarray([good, row, good])  # float64 on purpose
+    jobs = [job(3), job(3, **settings), job(3)]
+    verdicts = native.judge(jobs, Drafts([0, 0, 0], native.integers([])), Scores([1, 1, 1], logits))
+    assert verdicts.next.tolist()[::2] == [1, 1] and list(verdicts.faults) == [1]
+    assert type(verdicts.faults[1]) is error and message in verdicts.faults[1].message
+    drawn = native.draft(jobs, [[], [], []], logits)
+    assert drawn.tokens.tolist()[::2] == [1, 1] and list(drawn.faults) == [1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("chain", "model", 5, "rejection", CONTROLS["together"]),
+        Case("coupled", "model", 2, "coupled", {"top_p": 0.7}),
+        Case("certain", "scripted", 5, "rejection", {"min_p": 0.3}),
+        Case("mixed tree", "mixed", 8, "rejection", tree=True),
+        Case("model tree", "model", 8, "rejection", {"top_k": 3}, tree=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_law_holds(native: NativeSampling, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.backends.mock.SamplingOps", lambda xp, device: NativeSampling())
+    assert measure(case, 1500) > 1e-4
