@@ -183,7 +183,7 @@ template <class Quants> struct BySuper {
                 UNROLL for (int m = 0; m < M; m++) products[m] = V::fma(products[m], V::finish(sums_of_block[m]), scale);
             }
             const F d = V::half(reinterpret_cast<const uint16_t *>(at));
-            const F dmin = V::half(reinterpret_cast<const uint16_t *>(at) + LANES);
+            const F minus_dmin = V::sub(V::zero(), V::half(reinterpret_cast<const uint16_t *>(at) + LANES));
             const B low_minima = V::bytes(small + 8 * LANES), high_minima = V::bytes(small + 12 * LANES);
             UNROLL for (int m = 0; m < M; m++) {
                 const V::Row row = V::short_row(digits + (m * stride + SUPER * s) / 16);
@@ -191,7 +191,7 @@ template <class Quants> struct BySuper {
                 const I high = V::dot<3>(V::dot<2>(V::start(), low_minima, row), high_minima, row);
                 const F minima = V::fma(V::finish(low), V::finish(high), V::set(64.0f));
                 const float scale = scales[(m * stride + SUPER * s) / BLOCK];
-                const F whole = V::sub(V::mul(products[m], d), V::mul(minima, dmin));
+                const F whole = V::fma(V::mul(products[m], d), minima, minus_dmin);
                 total[m] = V::fma_one(total[m], whole, scale);
             }
         }

@@ -18,8 +18,12 @@ REBUILD = "build it again with python -m outrider.native.build"
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, with the instructions that OUTRIDER_ISA names or the best that this machine has."""
-    loaded = _open(FOLDER)
+    """The library, with the instructions that OUTRIDER_ISA names or the best that this machine has.
+
+    OUTRIDER_NATIVE_LIBRARY is the path of another one to use, for instance one with checks compiled in.
+    """
+    named = os.environ.get("OUTRIDER_NATIVE_LIBRARY")
+    loaded = _load(Path(named)) if named else _open(FOLDER)
     _choose(loaded, os.environ.get("OUTRIDER_ISA"))
     return loaded
 
@@ -50,6 +54,10 @@ def _open(folder: Path) -> ctypes.CDLL:
     newer = _newer_source(path)
     if newer is not None:
         raise NativeMissingError(f"the native library is older than its source {newer}; {REBUILD}")
+    return _load(path)
+
+
+def _load(path: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:

@@ -6,13 +6,6 @@
 
 namespace {
 
-// A stored block: numbers 0..15 to 0..63 (or int8), its scales and minima, whatever the type.
-struct Block {
-    uint16_t d = 0, minimum = 0;  // half precision
-    uint8_t quants[SUPER];
-    uint8_t scales[16] = {}, minima[8] = {};
-};
-
 struct Format {
     int block;         // weights
     int stored_bytes;  // of a block in the file
@@ -21,7 +14,7 @@ struct Format {
     int extra_bits;    // beyond four
 };
 
-Format format_of(int32_t type) {
+constexpr Format format_of(int32_t type) {
     switch (type) {
         case Q4_0: return {32, 18, 2, 16, 0};
         case Q4_1: return {32, 20, 4, 16, 0};
@@ -35,79 +28,143 @@ Format format_of(int32_t type) {
     return {0, 0, 0, 0, 0};
 }
 
-uint16_t half_at(const uint8_t *at) { return uint16_t(at[0] | at[1] << 8); }
+// Four weights of a row, or four bytes that hold eight: what a lane of a vector takes. Bytes of a word never mix.
+using Word = uint32_t;
 
-void read_nibbles(const uint8_t *at, uint8_t *quants) {
-    for (int j = 0; j < 16; j++) {
-        quants[j] = at[j] & 0x0F;
-        quants[j + 16] = at[j] >> 4;
+constexpr Word LOW = 0x0F0F0F0F, PAIR = 0x03030303, BIT = 0x01010101;
+
+Word word_at(const uint8_t *at) {
+    Word word;
+    memcpy(&word, at, sizeof(word));
+    return word;
+}
+
+constexpr bool has_minimum(int32_t type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
+
+// 32 weights from the lower or upper halves of 32 bytes: 0..15 to the lower halves of four words, 16..31 to the upper.
+void read_nibbles(const uint8_t *at, bool upper, Word *words) {
+    const int shift = upper ? 4 : 0;
+    for (int v = 0; v < 4; v++)
+        words[v] = (word_at(at + 4 * v) >> shift & LOW) | (word_at(at + 4 * v + 16) >> shift & LOW) << 4;
+}
+
+// Every fourth of 32 bits, together in a byte.
+Word every_fourth(Word bits) {
+    bits &= 0x11111111;
+    bits = (bits | bits >> 3) & PAIR;
+    bits = (bits | bits >> 6) & 0x000F000F;
+    return (bits | bits >> 12) & 0xFF;
+}
+
+Word fifth_bits(const uint8_t *at) {
+    const Word bits = Word(at[0]) | Word(at[1]) << 8 | Word(at[2]) << 16 | Word(at[3]) << 24;
+    uint8_t bytes[4];
+    for (int byte = 0; byte < 4; byte++) bytes[byte] = uint8_t(every_fourth(bits >> byte));
+    return word_at(bytes);
+}
+
+// 32 weights of Q6_K: four bits of each from `low`, two from `high`. Every fourth word goes into the upper bits of three.
+void read_sixes(const uint8_t *low, const uint8_t *high, int part, Word *words) {
+    Word six[8];
+    for (int v = 0; v < 8; v++)
+        six[v] = (word_at(low + 4 * v) >> part / 2 * 4 & LOW) | (word_at(high + 4 * v) >> 2 * part & PAIR) << 4;
+    for (int v = 0; v < 6; v++) words[v] = six[v + v / 3] | (six[v < 3 ? 3 : 7] >> v % 3 * 2 & PAIR) << 6;
+}
+
+// The 32 weights of a part of a stored block, a word for each vector of the tile.
+template <int32_t TYPE> void read_part(const uint8_t *block, int part, Word *words) {
+    constexpr int head = has_minimum(TYPE) ? 4 : 2;
+    if constexpr (TYPE == Q4_0 || TYPE == Q4_1 || TYPE == Q8_0) {  // the file's bytes as they are
+        memcpy(words, block + head, format_of(TYPE).quants);
+    } else if constexpr (TYPE == Q5_0 || TYPE == Q5_1) {
+        memcpy(words, block + head + 4, 16);
+        words[4] = fifth_bits(block + head);
+    } else if constexpr (TYPE == Q6_K) {
+        const int half = part / 4;
+        read_sixes(block + 64 * half + 32 * (part % 2), block + 128 + 32 * half, part % 4, words);
+    } else {
+        const uint8_t *bits = block + head + 12;
+        read_nibbles(bits + (TYPE == Q5_K ? 32 : 0) + part / 2 * 32, part % 2, words);
+        if constexpr (TYPE == Q5_K) {
+            words[4] = 0;
+            for (int v = 0; v < 8; v++) words[4] |= (word_at(bits + 4 * v) >> part & BIT) << v;
+        }
     }
 }
 
-void read_fifth_bits(const uint8_t *at, uint8_t *quants) {
-    for (int j = 0; j < 32; j++) quants[j] |= ((at[j / 8] >> (j % 8)) & 1) << 4;
-}
+// Minima of a super-block are laid out like quants: four of a row together, row beside row.
+int minimum_at(int block, int lane, int lanes) { return block / 4 * 4 * lanes + 4 * lane + block % 4; }
 
 // Eight scales and eight minima of 6 bits in twelve bytes.
-void read_scales(const uint8_t *at, Block &block) {
-    for (int j = 0; j < 4; j++) {
-        block.scales[j] = at[j] & 63;
-        block.minima[j] = at[j + 4] & 63;
-        block.scales[j + 4] = uint8_t((at[j + 8] & 0x0F) | (at[j] >> 6) << 4);
-        block.minima[j + 4] = uint8_t((at[j + 8] >> 4) | (at[j + 4] >> 6) << 4);
+void write_scales(const uint8_t *at, int lane, int lanes, uint8_t *out) {
+    const Word first = word_at(at), second = word_at(at + 4), third = word_at(at + 8);
+    const Word minima[2] = {second & ~(PAIR << 6), (third >> 4 & LOW) | (second >> 6 & PAIR) << 4};
+    const Word scales[2] = {first & ~(PAIR << 6), (third & LOW) | (first >> 6 & PAIR) << 4};
+    uint8_t bytes[8];
+    memcpy(bytes, scales, 8);
+    for (int j = 0; j < 8; j++) out[j * lanes + lane] = bytes[j];
+    for (int j = 0; j < 8; j += 4) memcpy(out + 8 * lanes + minimum_at(j, lane, lanes), minima + j / 4, 4);
+}
+
+template <int32_t TYPE> void write_head(const uint8_t *block, int lane, int lanes, uint8_t *out) {
+    memcpy(out + 2 * lane, block + (TYPE == Q6_K ? 208 : 0), 2);
+    if constexpr (has_minimum(TYPE)) memcpy(out + 2 * (lanes + lane), block + 2, 2);
+    if constexpr (TYPE == Q4_K || TYPE == Q5_K) write_scales(block + 4, lane, lanes, out + 4 * lanes);
+    if constexpr (TYPE == Q6_K)  // signed: 128 is added
+        for (int j = 0; j < 16; j++) out[(2 + j) * lanes + lane] = block[192 + j] ^ 0x80;
+}
+
+// One block of every row of a tile, vector after vector. `count` of the rows exist, the others are nothing but zeros.
+template <int32_t TYPE, int LANES> void write_block(const uint8_t *const *rows, int count, uint8_t *out) {
+    constexpr Format format = format_of(TYPE);
+    constexpr int vectors = format.quants / 4;
+    for (int lane = 0; lane < count; lane++) write_head<TYPE>(rows[lane], lane, LANES, out);
+    out += format.head * LANES;
+    for (int part = 0; part < format.block / 32; part++) {
+        Word words[LANES][vectors];
+        for (int lane = 0; lane < LANES; lane++) read_part<TYPE>(rows[lane], part, words[lane]);
+        for (int v = 0; v < vectors; v++)
+            for (int lane = 0; lane < LANES; lane++, out += sizeof(Word)) memcpy(out, &words[lane][v], sizeof(Word));
     }
 }
 
-void read_super_nibbles(const uint8_t *at, uint8_t *quants) {
-    for (int pair = 0; pair < 4; pair++)
-        for (int j = 0; j < 32; j++) {
-            quants[64 * pair + j] = at[32 * pair + j] & 0x0F;
-            quants[64 * pair + 32 + j] = at[32 * pair + j] >> 4;
-        }
+template <int32_t TYPE, int LANES> void write_tile(const uint8_t **rows, int count, int64_t columns, uint8_t *out) {
+    constexpr Format format = format_of(TYPE);
+    for (int64_t b = 0; b < columns / format.block; b++) {
+        write_block<TYPE, LANES>(rows, count, out);
+        for (int lane = 0; lane < count; lane++) rows[lane] += format.stored_bytes;
+        out += (format.head + format.block / 32 * format.quants) * LANES;
+    }
 }
 
-void read_sixes(const uint8_t *low, const uint8_t *high, uint8_t *quants) {
-    for (int part = 0; part < 2; part++, low += 64, high += 32, quants += 128)
-        for (int j = 0; j < 32; j++) {
-            quants[j] = uint8_t((low[j] & 0x0F) | (high[j] & 3) << 4);
-            quants[j + 32] = uint8_t((low[j + 32] & 0x0F) | (high[j] >> 2 & 3) << 4);
-            quants[j + 64] = uint8_t(low[j] >> 4 | (high[j] >> 4 & 3) << 4);
-            quants[j + 96] = uint8_t(low[j + 32] >> 4 | (high[j] >> 6) << 4);
-        }
+// A few columns at a time, so that each row is read in pieces that lie together.
+template <class Number, int LANES> void write_numbers(const uint8_t **rows, int count, int64_t columns, uint8_t *out) {
+    Number piece[LANES][BLOCK] = {};
+    for (int64_t first = 0; first < columns; first += BLOCK) {
+        const int some = columns - first < BLOCK ? int(columns - first) : BLOCK;
+        for (int lane = 0; lane < count; lane++)
+            memcpy(piece[lane], rows[lane] + first * sizeof(Number), some * sizeof(Number));
+        for (int k = 0; k < some; k++)
+            for (int lane = 0; lane < LANES; lane++, out += sizeof(Number)) memcpy(out, &piece[lane][k], sizeof(Number));
+    }
 }
 
-Block read_block(int32_t type, const uint8_t *at) {
-    Block block;
-    if (type == Q6_K) {
-        read_sixes(at, at + 128, block.quants);
-        memcpy(block.scales, at + 192, 16);
-        block.d = half_at(at + 208);
-        return block;
+using Write = void (*)(const uint8_t **rows, int count, int64_t columns, uint8_t *out);
+
+template <int LANES> Write writer_of(int32_t type) {
+    switch (type) {
+        case F32: return write_numbers<uint32_t, LANES>;
+        case F16: return write_numbers<uint16_t, LANES>;
+        case Q4_0: return write_tile<Q4_0, LANES>;
+        case Q4_1: return write_tile<Q4_1, LANES>;
+        case Q5_0: return write_tile<Q5_0, LANES>;
+        case Q5_1: return write_tile<Q5_1, LANES>;
+        case Q8_0: return write_tile<Q8_0, LANES>;
+        case Q4_K: return write_tile<Q4_K, LANES>;
+        case Q5_K: return write_tile<Q5_K, LANES>;
+        case Q6_K: return write_tile<Q6_K, LANES>;
     }
-    block.d = half_at(at);
-    at += 2;
-    if (type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K) {
-        block.minimum = half_at(at);
-        at += 2;
-    }
-    if (type == Q8_0) {
-        memcpy(block.quants, at, 32);
-    } else if (type == Q4_0 || type == Q4_1) {
-        read_nibbles(at, block.quants);
-    } else if (type == Q5_0 || type == Q5_1) {
-        read_nibbles(at + 4, block.quants);
-        read_fifth_bits(at, block.quants);
-    } else {
-        read_scales(at, block);
-        at += 12;
-        if (type == Q5_K) {
-            read_super_nibbles(at + 32, block.quants);
-            for (int j = 0; j < SUPER; j++) block.quants[j] |= (at[j % 32] >> (j / 32) & 1) << 4;
-        } else {
-            read_super_nibbles(at, block.quants);
-        }
-    }
-    return block;
+    return nullptr;
 }
 
 // Where input k of a row stands among its 32: vector k / 4, byte k % 4 of its lane.
@@ -115,29 +172,6 @@ struct Place {
     int vector, byte;
     Place(int k, int lane) : vector(k / 4), byte(4 * lane + k % 4) {}
 };
-
-void write_quants(const uint8_t *quants, int extra_bits, int lane, int lanes, uint8_t *out) {
-    const int width = 4 * lanes;  // bytes of a vector
-    for (int k = 0; k < 32; k++) {
-        const Place place(k, lane);
-        if (extra_bits == 4) {
-            out[place.vector * width + place.byte] = quants[k];
-            continue;
-        }
-        if (extra_bits == 2) {  // three vectors of each four, and the fourth in their upper bits
-            uint8_t *group = out + place.vector / 4 * 3 * width + place.byte;
-            if (place.vector % 4 < 3) {
-                group[place.vector % 4 * width] |= quants[k];
-            } else {
-                for (int part = 0; part < 3; part++) group[part * width] |= uint8_t((quants[k] >> 2 * part & 3) << 6);
-            }
-            continue;
-        }
-        out[place.vector % 4 * width + place.byte] |= uint8_t((quants[k] & 0x0F) << (place.vector < 4 ? 0 : 4));
-        const int extra = quants[k] >> 4;
-        if (extra_bits == 1) out[4 * width + place.byte] |= uint8_t(extra << place.vector);
-    }
-}
 
 void read_quants(const uint8_t *at, int extra_bits, int lane, int lanes, uint8_t *quants) {
     const int width = 4 * lanes;
@@ -160,34 +194,10 @@ void read_quants(const uint8_t *at, int extra_bits, int lane, int lanes, uint8_t
     }
 }
 
-void write_half(uint16_t value, uint8_t *at) { memcpy(at, &value, 2); }
-
 uint16_t read_half(const uint8_t *at) {
     uint16_t value;
     memcpy(&value, at, 2);
     return value;
-}
-
-// Minima of a super-block are laid out like quants: four of a row together, row beside row.
-int minimum_at(int block, int lane, int lanes) { return block / 4 * 4 * lanes + 4 * lane + block % 4; }
-
-void write_block(const Block &block, int32_t type, const Format &format, int lane, int lanes, uint8_t *out) {
-    write_half(block.d, out + 2 * lane);
-    int head = 2 * lanes;
-    if (type != Q6_K && format.head > 2) {
-        write_half(block.minimum, out + head + 2 * lane);
-        head += 2 * lanes;
-    }
-    if (format.block == SUPER) {
-        for (int j = 0; j < 16; j++) {
-            if (type == Q6_K) out[head + j * lanes + lane] = block.scales[j] ^ 0x80;  // signed: 128 is added
-            else if (j < 8) out[head + j * lanes + lane] = block.scales[j];
-            else out[head + 8 * lanes + minimum_at(j - 8, lane, lanes)] = block.minima[j - 8];
-        }
-    }
-    out += format.head * lanes;
-    for (int b = 0; b < format.block / 32; b++)
-        write_quants(block.quants + 32 * b, format.extra_bits, lane, lanes, out + b * format.quants * lanes);
 }
 
 // small: where the scales of a tile's super-block begin.
@@ -222,24 +232,19 @@ int64_t stored_row_bytes(int32_t type, int64_t columns) {
 }
 
 void pack_tiles(const Matrix &matrix, const uint8_t *stored, int first, int last, int lanes, uint8_t *out) {
+    static const uint8_t nothing[SUPER] = {};
     const int64_t row_bytes = stored_row_bytes(matrix.type, matrix.columns);
-    const int bytes = number_bytes(matrix.type);
-    const Format format = format_of(matrix.type);
+    const Write write = lanes == 4    ? writer_of<4>(matrix.type)
+                        : lanes == 8  ? writer_of<8>(matrix.type)
+                                      : writer_of<MAX_LANES>(matrix.type);
     for (int tile = first; tile < last; tile++) {
         uint8_t *at = out + tile * matrix.tile_bytes;
-        memset(at, 0, size_t(matrix.tile_bytes));
-        for (int lane = 0; lane < lanes && tile * lanes + lane < matrix.rows; lane++) {
-            const uint8_t *row = stored + (int64_t(tile) * lanes + lane) * row_bytes;
-            if (bytes) {
-                for (int64_t k = 0; k < matrix.columns; k++)
-                    memcpy(at + (k * lanes + lane) * bytes, row + k * bytes, size_t(bytes));
-                continue;
-            }
-            const int64_t block_bytes = int64_t(format.head + format.block / 32 * format.quants) * lanes;
-            for (int64_t b = 0; b < matrix.columns / format.block; b++)
-                write_block(read_block(matrix.type, row + b * format.stored_bytes), matrix.type, format, lane, lanes,
-                            at + b * block_bytes);
-        }
+        const int count = matrix.rows - tile * lanes < lanes ? matrix.rows - tile * lanes : lanes;
+        const uint8_t *rows[MAX_LANES];
+        for (int lane = 0; lane < lanes; lane++)
+            rows[lane] = lane < count ? stored + (int64_t(tile) * lanes + lane) * row_bytes : nothing;
+        if (count < lanes) memset(at, 0, size_t(matrix.tile_bytes));
+        write(rows, count, matrix.columns, at);
     }
 }
 

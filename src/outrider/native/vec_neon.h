@@ -57,11 +57,11 @@ struct V {
     // One byte for each lane, as numbers, less `offset`.
     template <int offset> static F small(const uint8_t *at) {
         static const uint8_t order[16] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-        uint32_t four;
+        float four;  // a load into the lowest lane costs nothing; one into a chosen lane would
         memcpy(&four, at, 4);
         const uint8x16_t bits = vreinterpretq_u8_s32(vdupq_n_s32(BIAS_BITS));
-        const uint8x16_t mixed = vqtbx1q_u8(bits, vreinterpretq_u8_u32(vsetq_lane_u32(four, vdupq_n_u32(0), 0)),
-                                            vld1q_u8(order));
+        const uint8x16_t table = vreinterpretq_u8_f32(float32x4_t{four, 0.0f, 0.0f, 0.0f});
+        const uint8x16_t mixed = vqtbx1q_u8(bits, table, vld1q_u8(order));
         return vsubq_f32(vreinterpretq_f32_u8(mixed), vdupq_n_f32(BIAS + offset));
     }
 
