@@ -25,7 +25,7 @@ class HostStore:
     """
 
     def __init__(self, num_layers: int, num_pages: int, num_heads: int, head_dim: int, page_size: int) -> None:
-        self.page_size, self._head_dim = page_size, head_dim
+        self.page_size, self._num_heads, self._head_dim = page_size, num_heads, head_dim
         size, dim = (-(-number // GROUP) * GROUP for number in (page_size, head_dim))
         self.whole = np.zeros((num_layers, num_pages, 2, num_heads, dim * size), dtype=np.float32)
         front = self.whole.shape[:4]
@@ -48,12 +48,13 @@ class HostStore:
         """Contents of these places, [layers, places, keys | values]."""
         pages, within = self._split(places)
         both = np.stack([self._keys[:, pages, :, :, within], self._values[:, pages, :, within]])
-        return np.ascontiguousarray(both.transpose(2, 1, 0, 3, 4)).reshape(len(self.whole), len(pages), -1)
+        flat = 2 * self._num_heads * self._head_dim
+        return np.ascontiguousarray(both.transpose(2, 1, 0, 3, 4)).reshape(len(self.whole), len(pages), flat)
 
     def write(self, places: Sequence[int], contents: Array) -> None:
         pages, within = self._split(places)
-        front = contents.shape[:2]
-        both = np.asarray(contents).reshape(*front, 2, -1, self._head_dim).transpose(2, 1, 0, 3, 4)
+        shape = (*contents.shape[:2], 2, self._num_heads, self._head_dim)
+        both = np.asarray(contents).reshape(shape).transpose(2, 1, 0, 3, 4)
         self._keys[:, pages, :, :, within] = both[0]
         self._values[:, pages, :, within] = both[1]
 
