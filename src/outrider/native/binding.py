@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,19 @@ class Packed:
         out = np.empty((len(rows), self.matrix.rows), dtype=np.float32)
         _calls().outrider_multiply(ctypes.byref(self.matrix), _address(rows), len(rows), _address(out))
         return out
+
+
+class Numbers:
+    """Lists of integers for a pass, one after the other in one piece of memory: a dozen arrays would cost more."""
+
+    def __init__(self, **lists: Sequence[int]) -> None:
+        self._memory = array("i")
+        starts = {}
+        for name, values in lists.items():
+            starts[name] = len(self._memory)
+            self._memory.extend(values)
+        first, _ = self._memory.buffer_info()
+        self.addresses = {name: first + start * self._memory.itemsize for name, start in starts.items()}
 
 
 def forward(model: Any, one_pass: Any) -> None:

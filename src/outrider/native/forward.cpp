@@ -13,7 +13,10 @@
 
 namespace {
 
-constexpr int64_t MOST_BYTES = 32768, LEAST_BYTES = 4096;  // of weights that a thread takes at a time
+// Bytes of weights that a thread takes at a time. Long stretches are read faster; but where many rows go through them, group
+// after group, they should stay in the first cache.
+constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 32768;
+constexpr int FEW_ROWS = 8;
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
 class Scratch {
@@ -181,7 +184,8 @@ class Run {
 
     // Tiles a thread takes at a time: small enough that all end together, large enough to be worth taking.
     int step(int64_t total_bytes, int64_t bytes_of_one) const {
-        const int64_t bytes = std::clamp(total_bytes / (8 * pool_.size()), LEAST_BYTES, MOST_BYTES);
+        const int64_t most = rows_ <= FEW_ROWS ? MOST_BYTES : MOST_NEAR_BYTES;
+        const int64_t bytes = std::clamp(total_bytes / (8 * pool_.size()), LEAST_BYTES, most);
         return int(std::max<int64_t>(1, bytes / bytes_of_one));
     }
 

@@ -154,11 +154,11 @@ template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
 };
 
 // Q4_K and Q5_K: w = d * scale * q - dmin * minimum, with a scale and a minimum (6 bits) per 32 weights and d, dmin per
-// 256. A super-block of a tile: d, dmin; eight scales as bytes; eight minima, laid out like quants, since their products
-// with the sums of the blocks are taken like those of quants; eight blocks of quants.
+// 256. A super-block of a tile: d, dmin; eight scales as upper halves of floats; eight minima, laid out like quants, since
+// their products with the sums of the blocks are taken like those of quants; eight blocks of quants.
 template <class Quants> struct BySuper {
-    static constexpr int HEAD = 4 * LANES;
-    static constexpr int BYTES = HEAD + 16 * LANES + 8 * Quants::BYTES;
+    static constexpr int HEAD = 4 * LANES, SCALES = 16 * LANES, MINIMA = 8 * LANES;
+    static constexpr int BYTES = HEAD + SCALES + MINIMA + 8 * Quants::BYTES;
 
     template <int M>
     static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
@@ -170,21 +170,21 @@ template <class Quants> struct BySuper {
         F total[M];
         UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
         for (int s = 0; s < supers; s++, at += BYTES) {
-            const uint8_t *small = at + HEAD, *quants = small + 16 * LANES;
+            const uint8_t *minima_at = at + HEAD + SCALES, *quants = minima_at + MINIMA;
             F products[M];
             UNROLL for (int m = 0; m < M; m++) products[m] = V::zero();
             for (int b = 0; b < 8; b++) {
                 B w[8];
                 fetch_ahead<Quants::BYTES>(quants + b * Quants::BYTES);
                 Quants::unpack(quants + b * Quants::BYTES, w);
-                const F scale = V::small<0>(small + b * LANES);
+                const F scale = V::upper_half(reinterpret_cast<const uint16_t *>(at + HEAD) + b * LANES);
                 I sums_of_block[M];
                 dot_block<Quants, M>(sums_of_block, w, rounded + SUPER * s + BLOCK * b, stride);
                 UNROLL for (int m = 0; m < M; m++) products[m] = V::fma(products[m], V::finish(sums_of_block[m]), scale);
             }
             const F d = V::half(reinterpret_cast<const uint16_t *>(at));
             const F minus_dmin = V::sub(V::zero(), V::half(reinterpret_cast<const uint16_t *>(at) + LANES));
-            const B low_minima = V::bytes(small + 8 * LANES), high_minima = V::bytes(small + 12 * LANES);
+            const B low_minima = V::bytes(minima_at), high_minima = V::bytes(minima_at + 4 * LANES);
             UNROLL for (int m = 0; m < M; m++) {
                 const V::Row row = V::short_row(digits + (m * stride + SUPER * s) / 16);
                 const I low = V::dot<1>(V::dot<0>(V::start(), low_minima, row), high_minima, row);
@@ -200,10 +200,10 @@ template <class Quants> struct BySuper {
 };
 
 // Q6_K: w = d * scale * (q - 32), with a scale (int8) per 16 weights and d per 256.
-// A super-block of a tile: d; sixteen scales as bytes, 128 added; eight blocks of quants.
+// A super-block of a tile: d; sixteen scales as upper halves of floats; eight blocks of quants.
 struct SixBySuper {
-    static constexpr int HEAD = 2 * LANES;
-    static constexpr int BYTES = HEAD + 16 * LANES + 8 * Sixes::BYTES;
+    static constexpr int HEAD = 2 * LANES, SCALES = 32 * LANES;
+    static constexpr int BYTES = HEAD + SCALES + 8 * Sixes::BYTES;
 
     template <int M>
     static INLINE void tile(const uint8_t *at, int columns, const Activations &rows, int first, F *sums) {
@@ -215,15 +215,16 @@ struct SixBySuper {
         F total[M];
         UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
         for (int s = 0; s < supers; s++, at += BYTES) {
-            const uint8_t *small = at + HEAD, *quants = small + 16 * LANES;
+            const uint16_t *small = reinterpret_cast<const uint16_t *>(at + HEAD);
+            const uint8_t *quants = at + HEAD + SCALES;
             F products[M];
             UNROLL for (int m = 0; m < M; m++) products[m] = V::zero();
             for (int b = 0; b < 8; b++) {
                 B w[8];
                 fetch_ahead<Sixes::BYTES>(quants + b * Sixes::BYTES);
                 Sixes::unpack(quants + b * Sixes::BYTES, w);
-                const F one = V::small<128>(small + 2 * b * LANES);
-                const F other = V::small<128>(small + (2 * b + 1) * LANES);
+                const F one = V::upper_half(small + 2 * b * LANES);
+                const F other = V::upper_half(small + (2 * b + 1) * LANES);
                 V::Row inputs[M];
                 I low[M], high[M];
                 UNROLL for (int m = 0; m < M; m++) {

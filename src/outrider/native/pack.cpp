@@ -21,9 +21,9 @@ constexpr Format format_of(int32_t type) {
         case Q5_0: return {32, 22, 2, 20, 1};
         case Q5_1: return {32, 24, 4, 20, 1};
         case Q8_0: return {32, 34, 2, 32, 4};
-        case Q4_K: return {256, 144, 4 + 16, 16, 0};
-        case Q5_K: return {256, 176, 4 + 16, 20, 1};
-        case Q6_K: return {256, 210, 2 + 16, 24, 2};
+        case Q4_K: return {256, 144, 4 + 24, 16, 0};
+        case Q5_K: return {256, 176, 4 + 24, 20, 1};
+        case Q6_K: return {256, 210, 2 + 32, 24, 2};
     }
     return {0, 0, 0, 0, 0};
 }
@@ -92,6 +92,22 @@ template <int32_t TYPE> void read_part(const uint8_t *block, int part, Word *wor
     }
 }
 
+// Scales are whole numbers of at most 7 bits: the upper half of a float holds them exactly, and is a float in one step.
+void write_scale(int scale, int number, int lane, int lanes, uint8_t *out) {
+    const float value = float(scale);
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint16_t upper = uint16_t(bits >> 16);
+    memcpy(out + 2 * (number * lanes + lane), &upper, 2);
+}
+
+float from_upper_half(uint16_t half) {
+    const uint32_t bits = uint32_t(half) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 // Minima of a super-block are laid out like quants: four of a row together, row beside row.
 int minimum_at(int block, int lane, int lanes) { return block / 4 * 4 * lanes + 4 * lane + block % 4; }
 
@@ -102,16 +118,16 @@ void write_scales(const uint8_t *at, int lane, int lanes, uint8_t *out) {
     const Word scales[2] = {first & ~(PAIR << 6), (third & LOW) | (first >> 6 & PAIR) << 4};
     uint8_t bytes[8];
     memcpy(bytes, scales, 8);
-    for (int j = 0; j < 8; j++) out[j * lanes + lane] = bytes[j];
-    for (int j = 0; j < 8; j += 4) memcpy(out + 8 * lanes + minimum_at(j, lane, lanes), minima + j / 4, 4);
+    for (int j = 0; j < 8; j++) write_scale(bytes[j], j, lane, lanes, out);
+    for (int j = 0; j < 8; j += 4) memcpy(out + 16 * lanes + minimum_at(j, lane, lanes), minima + j / 4, 4);
 }
 
 template <int32_t TYPE> void write_head(const uint8_t *block, int lane, int lanes, uint8_t *out) {
     memcpy(out + 2 * lane, block + (TYPE == Q6_K ? 208 : 0), 2);
     if constexpr (has_minimum(TYPE)) memcpy(out + 2 * (lanes + lane), block + 2, 2);
     if constexpr (TYPE == Q4_K || TYPE == Q5_K) write_scales(block + 4, lane, lanes, out + 4 * lanes);
-    if constexpr (TYPE == Q6_K)  // signed: 128 is added
-        for (int j = 0; j < 16; j++) out[(2 + j) * lanes + lane] = block[192 + j] ^ 0x80;
+    if constexpr (TYPE == Q6_K)
+        for (int j = 0; j < 16; j++) write_scale(int8_t(block[192 + j]), j, lane, lanes, out + 2 * lanes);
 }
 
 // One block of every row of a tile, vector after vector. `count` of the rows exist, the others are nothing but zeros.
@@ -201,6 +217,10 @@ uint16_t read_half(const uint8_t *at) {
 }
 
 // small: where the scales of a tile's super-block begin.
+float scale_at(const uint8_t *small, int number, int lane, int lanes) {
+    return from_upper_half(read_half(small + 2 * (number * lanes + lane)));
+}
+
 float value_of(int32_t type, float d, float minimum, const uint8_t *small, int lane, int lanes, int k, uint8_t quant) {
     switch (type) {
         case Q4_0: return d * float(quant - 8);
@@ -208,10 +228,10 @@ float value_of(int32_t type, float d, float minimum, const uint8_t *small, int l
         case Q8_0: return d * float(int8_t(quant));
         case Q4_1:
         case Q5_1: return d * float(quant) + minimum;
-        case Q6_K: return d * float(small[k / 16 * lanes + lane] - 128) * float(quant - 32);
+        case Q6_K: return d * scale_at(small, k / 16, lane, lanes) * float(quant - 32);
     }
-    const float scale = d * float(small[k / 32 * lanes + lane]);
-    return scale * float(quant) - minimum * float(small[8 * lanes + minimum_at(k / 32, lane, lanes)]);
+    const float scale = d * scale_at(small, k / 32, lane, lanes);
+    return scale * float(quant) - minimum * float(small[16 * lanes + minimum_at(k / 32, lane, lanes)]);
 }
 
 int number_bytes(int32_t type) { return type == F32 ? 4 : type == F16 ? 2 : 0; }

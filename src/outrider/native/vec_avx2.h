@@ -46,9 +46,9 @@ struct V {
     static I start() { return int_zero(); }
     static I start_at(const int32_t *at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)); }
     static F finish(I sum) { return to_float(sum); }
-    template <int offset> static F small(const uint8_t *at) {
-        const I wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(at)));
-        return to_float(offset ? _mm256_sub_epi32(wide, _mm256_set1_epi32(offset)) : wide);
+    static F upper_half(const uint16_t *at) {
+        const I wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
     }
 
     static B bytes(const uint8_t *at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)); }

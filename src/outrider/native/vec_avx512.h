@@ -8,7 +8,7 @@
 namespace {
 
 struct V {
-    static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
+    static constexpr int GROUP = 6;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 16;
     using F = __m512;
     using I = __m512i;
@@ -47,9 +47,9 @@ struct V {
     static I start() { return int_zero(); }
     static I start_at(const int32_t *at) { return _mm512_loadu_si512(at); }
     static F finish(I sum) { return to_float(sum); }
-    template <int offset> static F small(const uint8_t *at) {
-        const I wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
-        return to_float(offset ? _mm512_sub_epi32(wide, _mm512_set1_epi32(offset)) : wide);
+    static F upper_half(const uint16_t *at) {
+        const I wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
 
     static B bytes(const uint8_t *at) { return _mm512_loadu_si512(at); }

@@ -3,7 +3,6 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
-#include <string.h>
 
 namespace {
 
@@ -54,16 +53,8 @@ struct V {
     static F finish(I sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(BIAS)); }
     static F to_float(I x) { return vcvtq_f32_s32(x); }
 
-    // One byte for each lane, as numbers, less `offset`.
-    template <int offset> static F small(const uint8_t *at) {
-        static const uint8_t order[16] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-        float four;  // a load into the lowest lane costs nothing; one into a chosen lane would
-        memcpy(&four, at, 4);
-        const uint8x16_t bits = vreinterpretq_u8_s32(vdupq_n_s32(BIAS_BITS));
-        const uint8x16_t table = vreinterpretq_u8_f32(float32x4_t{four, 0.0f, 0.0f, 0.0f});
-        const uint8x16_t mixed = vqtbx1q_u8(bits, table, vld1q_u8(order));
-        return vsubq_f32(vreinterpretq_f32_u8(mixed), vdupq_n_f32(BIAS + offset));
-    }
+    // Small whole numbers, stored as the upper halves of floats.
+    static F upper_half(const uint16_t *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
 
     static B bytes(const uint8_t *at) { return vld1q_u8(at); }
     static B low(B x) { return vandq_u8(x, vdupq_n_u8(0x0F)); }

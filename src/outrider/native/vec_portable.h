@@ -25,7 +25,7 @@ inline float wide(uint16_t half) {
 }
 
 struct V {
-    static constexpr int GROUP = 2;  // rows that share what was unpacked
+    static constexpr int GROUP = 1;  // rows at a time: more would only take longer to compile
     static constexpr int LANES = 4;
     struct F {
         float x[4];
@@ -80,8 +80,13 @@ struct V {
     static I start() { return int_zero(); }
     static I start_at(const int32_t *at) { return {{at[0], at[1], at[2], at[3]}}; }
     static F finish(I sum) { return to_float(sum); }
-    template <int offset> static F small(const uint8_t *at) {
-        return each<F>([&](int i) { return float(at[i] - offset); });
+    static F upper_half(const uint16_t *at) {
+        return each<F>([&](int i) {
+            const uint32_t bits = uint32_t(at[i]) << 16;
+            float value;
+            memcpy(&value, &bits, 4);
+            return value;
+        });
     }
 
     template <class Do> static B each_byte(Do one) {
