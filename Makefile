@@ -6,7 +6,7 @@ INSTALL := OUTRIDER_NATIVE=0 $(BIN)/python -m pip install --quiet --disable-pip-
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test test-page load lint format real identity serving proofs bench benchmarks clean
+.PHONY: run test test-page load lint format real identity serving proofs sanitize bench benchmarks clean
 
 run: .venv/.native      ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
@@ -35,7 +35,7 @@ format: .venv/.dev
 	$(BIN)/ruff format src tests examples hatch_build.py
 
 real: .venv/.dev        ## the default model against transformers, 20 answers word by word
-	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py tests/test_real_grammar.py
+	$(BIN)/python -m pytest -s -m "slow or not slow" tests/test_real.py tests/test_real_native.py tests/test_real_grammar.py
 
 identity: .venv/.dev    ## greedy identity with plain decoding on the default model, every method and shape
 	$(BIN)/python -m pytest -m slow tests/test_real_methods.py
@@ -45,6 +45,9 @@ serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
+
+sanitize: .venv/.dev    ## the native library with checks of memory and undefined behaviour: its tests, 200 random models
+	$(BIN)/python tests/sanitize_native.py
 
 bench: .venv/.dev       ## engine time per token on a mock that costs nothing, then the default model beside transformers
 	$(BIN)/outrider bench engine

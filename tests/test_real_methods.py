@@ -1,8 +1,9 @@
 """Greedy identity with plain decoding on the default model, for every method and shape (`make identity`).
 
-Prompts are the benchmark's own, or those of $OUTRIDER_PROMPTS (JSON lines with `category` and `turns`). Heads have
-random weights: what they guess is rubbish, what comes out must not be. A pass of several rows rounds differently from
-one of a single row, so a near-tie may flip: each is printed with its gap.
+Prompts are the benchmark's own, or those of $OUTRIDER_PROMPTS (JSON lines with `category` and `turns`), two of each
+kind or as many as $OUTRIDER_PER_KIND says. Heads have random weights: what they guess is rubbish, what comes out must
+not be. The native backend must not differ in a single token. torch's pass of several rows rounds differently from one
+of a single row, so a near-tie may flip: each is printed with its gap.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outrider.bench.contest import encode
 from outrider.bench.work import OWN, Work, read_work
 from outrider.engine.engine import Engine
 from outrider.models.source import ModelSource
+from outrider.native.library import why_not
 from outrider.types import Request, SamplingParams
 
 from tiny_heads import save_head
@@ -34,6 +36,8 @@ SHAPES = {
     "auto": (None, None),
 }
 GREEDY = SamplingParams(temperature=0.0)
+PER_KIND = int(os.environ.get("OUTRIDER_PER_KIND", "2"))
+MOST_TIES = 1 if why_not() else 0
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,7 @@ def drafts_of(method: str, heads: dict[str, str]) -> str:
 def test_every_shape_says_the_same(
     method: str, path: Path, heads: dict[str, str], work: Work, plain: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = [encode(plain, prompt)[:700] for some in work.values() for prompt in some[:2]]
+    prompts = [encode(plain, prompt)[:700] for some in work.values() for prompt in some[:PER_KIND]]
     wanted = answers(plain, prompts, 32)
     engine = Engine.load(path, draft=drafts_of(method, heads), context=2048)
     for name, (width, tree) in SHAPES.items():
@@ -111,7 +115,7 @@ def test_every_shape_says_the_same(
                 f"{counts.drafted} drafted, {counts.accepted} kept, {counts.tokens_per_round:.2f} tokens a round",
                 end="",
             )
-        assert len(ties) <= 1
+        assert len(ties) <= MOST_TIES
         assert counts.drafted > 0 or width is None
 
 
@@ -126,4 +130,4 @@ def test_longer_answers_say_the_same(
     ties = differences(plain, prompts, answers(engine, prompts, 64, width=5, tree=False), wanted)
     with capsys.disabled():
         print(f"\n{method}, 8 answers of 64 tokens at width 5: near-ties {ties or 'none'}", end="")  # noqa: T201
-    assert len(ties) <= 1
+    assert len(ties) <= MOST_TIES
