@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from outrider.backends.mock import MockBackend
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
+from outrider.native.library import library, why_not
 
 settings.register_profile("outrider", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("outrider")
@@ -79,3 +81,16 @@ def caches_agree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return events
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+def instruction_sets() -> list[str]:
+    return [] if why_not() else library().outrider_isas().decode().split(",")
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn; what is packed for one is of no use to another."""
+    before = library().outrider_selected()
+    assert library().outrider_select(request.param.encode()) == 0
+    yield request.param
+    library().outrider_select(before)

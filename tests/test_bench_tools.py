@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.backends.mock import MockBackend
-from outrider.bench import kernels, simulate, tune
+from outrider.bench import kernels, passes, passes_peer, simulate, tune
 from outrider.cli import settings_file
 from outrider.config import MockConfig
-from outrider.errors import ConfigError
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, OutriderError
 
 
-def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "outrider", *arguments], capture_output=True, text=True, timeout=120)
+def outrider(*arguments: str, patience_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience_s)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,127 @@ def test_a_curve_leaves_the_model_as_it_was() -> None:
     seconds = kernels.curve(target, (1, 4), 20, repeats=3)
     assert {rows: len(times) for rows, times in seconds.items()} == {1: 3, 4: 3}
     assert target.num_slots == 0 and target.num_passes == 1 + 2 * 4
+
+
+def test_limits_of_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "READ_BYTES", 2**20)
+    assert kernels.memory_bandwidth(2) > 0
+    limits = kernels.Limits(bandwidth=1e9, weight_bytes=10**6, flops=1e9, flops_per_row=5e5)
+    assert [limits.seconds(rows) for rows in (1, 4)] == [1e-3, 2e-3]
+    assert kernels.Limits(1e9, 10**6).seconds(64) == 1e-3
+    assert kernels.measured_limits(MockBackend(MockConfig(vocab_size=16))) is None
+
+
+class FakePasses:
+    """Takes as long as it is told, and may fail at some task."""
+
+    kinds = ("pass", "decode")
+
+    def __init__(self, name: str, seconds: float, fails_at: int = 99) -> None:
+        self.name, self._seconds, self._left = name, seconds, fails_at
+
+    def seconds(self, task: passes.Task) -> float:
+        self._left -= 1
+        if self._left < 0:
+            raise OutriderError("gone")
+        return self._seconds * task.rows
+
+
+def test_passes_side_by_side() -> None:
+    tasks = [passes.Task("1 row behind 64 tokens", "pass", (0,) * 65, 1), passes.Task("p", "prefill", (0,), 1)]
+    tasks.append(passes.Task("4 rows behind 64 tokens", "pass", (0,) * 68, 4))
+    told: list[str] = []
+    engines = [FakePasses("outrider", 0.002), FakePasses("llama-cpp", 0.005), FakePasses("broken", 0.002, fails_at=3)]
+    rows = passes.measure(engines, tasks, 2, told.append, settle=lambda _: None)
+    assert [(row.engine, row.task[0], row.ms, row.ratio) for row in rows] == [
+        *(("outrider", "1", 2.0, 1.0), ("llama-cpp", "1", 5.0, 2.5), ("broken", "1", 2.0, 1.0)),
+        *(("outrider", "4", 8.0, 1.0), ("llama-cpp", "4", 20.0, 2.5)),
+    ]
+    assert "broken takes no further part: gone" in told
+    report = passes.Report(rows, kernels.Limits(1e9, 10**6), {"threads": 2, "load": 3.0}, {})
+    said = "\n".join(passes.remarks(report))
+    assert "OTHER PROGRAMS" in said and "at least 1.00 ms" in said and "takes 2.00 times that" in said
+    assert "four rows over one behind 64 tokens: outrider 4.00x, llama-cpp 4.00x" in said
+
+
+def test_our_own_passes_leave_nothing_behind() -> None:
+    target = MockBackend(MockConfig(vocab_size=64))
+    with Engine(target) as engine:
+        ours, tasks = passes.OwnPasses(engine, 700), passes.tasks_of(64, 4096)
+        assert all(ours.seconds(task) > 0 for task in tasks) and {task.kind for task in tasks} == set(ours.kinds)
+        assert target.num_slots == 0
+    assert [task.kind for task in passes.tasks_of(64, 200)] == ["pass"] * 4 + ["decode", "together"]
+
+
+def test_passes_without_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is named, and our own part goes on."""
+    told: list[str] = []
+    monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: None)
+    monkeypatch.setattr(Engine, "load", lambda model, **_: Engine(MockBackend(MockConfig(vocab_size=16))))
+    settings = passes.PassSettings(model=str(tmp_path), peers=("llama-cpp",), repeats=1)
+    report = passes.compare(settings, told.append)
+    assert any("pip install llama-cpp-python" in one for one in told)
+    assert report.rows and {row.engine for row in report.rows} == {"outrider"}
+    assert report.as_json()["limits"] is None and report.settings["repeats"] == 1
+    with pytest.raises(ConfigError, match="llama-cpp only"):
+        passes.PassSettings(model="mock", peers=("transformers",))
+
+
+class FakeLibrary:
+    """What of llama.h is used: a cache that must be told the right positions."""
+
+    __version__ = "0"
+
+    def __init__(self) -> None:
+        self.cache: list[int] = []
+        self.wanted: list[int] = []
+
+    def Llama(self, path: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(ctx=None, n_vocab=lambda: 8)
+
+    def llama_batch_init(self, size: int, *_: int) -> SimpleNamespace:
+        fields = {name: [0] * size for name in ("token", "pos", "n_seq_id", "logits")}
+        return SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(size)], **fields)
+
+    def llama_decode(self, _: None, batch: SimpleNamespace) -> int:
+        count = batch.n_tokens
+        assert batch.pos[:count] == list(range(len(self.cache), len(self.cache) + count))
+        self.cache += batch.token[:count]
+        self.wanted.append(sum(batch.logits[:count]))
+        return 0
+
+    def llama_get_logits(self, _: None) -> object:
+        return (ctypes.c_float * (8 * self.wanted[-1]))()
+
+    def llama_get_memory(self, _: None) -> None:
+        return None
+
+    def llama_memory_seq_rm(self, _: None, sequence: int, start: int, end: int) -> None:
+        assert (sequence, end) == (0, -1)
+        del self.cache[start:]
+
+
+def test_a_peers_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeLibrary()
+    monkeypatch.setattr(passes_peer, "import_module", lambda name: library)
+    peer = passes_peer.LlamaCppPasses({"path": "m.gguf", "threads": 1, "context": 64})
+    assert peer.answer({"kind": "pass", "tokens": [*range(10), 7, 7], "rows": 2})["seconds"] >= 0
+    assert library.wanted == [1] + [2] * 5 and library.cache == [*range(10), 7, 7]
+    peer.answer({"kind": "pass", "tokens": [*range(12), 3], "rows": 1})
+    assert library.wanted[6:] == [1] + [1] * 5 and library.cache == [*range(12), 3]
+    peer.answer({"kind": "prefill", "tokens": [5] * 20, "rows": 1})
+    peer.answer({"kind": "decode", "tokens": [5] * 4, "rows": 3})
+    assert library.cache == [5] * 4 + [0] * 3 and library.wanted[12:] == [1] * 5
+
+
+@pytest.mark.slow
+def test_passes_of_a_model_on_the_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    arguments = ("bench", "passes", "--repeats", "1", "--json", str(out))
+    peers = ("--peer", "llama-cpp") if find_spec("llama_cpp") else ()
+    done = outrider(*arguments, *peers, patience_s=600.0)
+    assert done.returncode == 0 and "a pass takes at least" in done.stdout, done.stderr
+    assert {row["kind"] for row in json.loads(out.read_text())["rows"]} == {"pass", "prefill", "decode", "together"}
 
 
 def test_kernels_and_simulate_on_the_command_line() -> None:

@@ -110,7 +110,7 @@ def test_backend_mock_needs_no_model() -> None:
         (("",), 1, "outrider: the prompt is empty"),
         ((" the", "--chat"), 1, "outrider: this model has no chat template"),
         ((" the", "--backend", "torch"), 1, "outrider: a mock does not run on the torch backend"),
-        ((" the", "--backend", "gpu"), 1, "outrider: backend must be one of auto, native, torch, hf, mock, got 'gpu'\n"),
+        ((" the", "--backend", "gpu"), 1, "outrider: backend must be one of auto, native, torch, hf, mock, got 'gpu'"),
         ((" the", "--device", "tpu"), 1, "outrider: device must be auto, cpu, cuda or cuda:N, got 'tpu'\n"),
         ((" the", "--draft", "/no/model"), 1, "outrider: there is no file or folder '/no/model'"),
     ],

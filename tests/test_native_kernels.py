@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,6 @@ PLAIN = ("F16", "F32")
 # Where half-precision scales stand in a stored block.
 SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-
-
-def instruction_sets() -> list[str]:
-    return [] if why_not() else library().outrider_isas().decode().split(",")
-
-
-@pytest.fixture(params=instruction_sets())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; what is packed for one is of no use to another."""
-    before = library().outrider_selected()
-    assert library().outrider_select(request.param.encode()) == 0
-    yield request.param
-    library().outrider_select(before)
 
 
 def stored(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[Array, Array]:
@@ -80,7 +66,7 @@ def test_products(isa: str, kind: str) -> None:
     raw, values = stored(kind, rows=41, columns=columns)
     packed = Packed(kind, raw, 41, columns)
     random = np.random.default_rng(1)
-    x = random.normal(size=(21, columns)).astype(np.float32) * np.exp(random.normal(size=(21, columns))).astype(np.float32)
+    x = (random.normal(size=(21, columns)) * np.exp(random.normal(size=(21, columns)))).astype(np.float32)
     x[3] = 0.0
     got = packed.multiply(x)
     exact = rounded(x, kind) @ values.T.astype(np.float64)

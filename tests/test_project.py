@@ -91,7 +91,7 @@ def test_what_runs_without_torch() -> None:
     theirs = ["attention", "eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]
     expected = [f"outrider.backends.{name} torch" for name in theirs]
-    expected += [f"outrider.{name} torch" for name in ("bench.plain", "draft.eagle", "draft.medusa")]
+    expected += [f"outrider.{name} torch" for name in ("draft.eagle", "draft.medusa")]
     expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
     assert told == expected
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.errors import ConfigError
+from outrider.kv.pages import Pages
+from outrider.models.base import TransformerSpec
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Array, Scores, Slot
+
+if TYPE_CHECKING:
+    import torch
 
 Paths = Mapping[Slot, Sequence[int]]
 State = dict[str, Any]  # what `save` returns and `load` takes; plain data, so swap and snapshots can store it
@@ -135,11 +140,23 @@ class Paged(Protocol):
         """A slot for `tokens` as `open` gives it, with saved contents as far as they join what is known."""
 
 
-class HeadHost(Protocol):
-    """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Arrays are torch's."""
+class HeadHost(Backend, Protocol):
+    """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Heads are torch's, and so are
+    the arrays they give and take, whatever the model itself computes with."""
+
+    @property
+    def spec(self) -> TransformerSpec: ...
+
+    @property
+    def pages(self) -> Pages:
+        """Of its sequences: a head may keep what it holds of them under the same ids."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where heads are kept and compute."""
 
     def embed(self, tokens: Array) -> Array:
-        """[n] -> [n, width]"""
+        """[n] -> [n, width]; heads compute in the precision this comes in."""
 
     def unembed(self, hidden: Array) -> Array:
         """Logits of hidden states that are after the output norm. [n, width] -> [n, columns]"""

@@ -13,7 +13,7 @@ written over. A tree of them is read level by level (`attention.build_span`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ import torch
 from torch.nn import functional
 
 from outrider.backends.attention import Span, build_blocks, build_span
+from outrider.backends.base import HeadHost
 from outrider.backends.forward import Block, attend
-from outrider.backends.heads import DraftVocabulary, load, settle_on
-from outrider.backends.transformer import TransformerBackend
+from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, settle_on
 from outrider.errors import BackendError
 from outrider.kv.pages import Page
 from outrider.kv.store import PageStore
@@ -86,7 +86,7 @@ class _Work(NamedTuple):
 class EagleHead:
     """The network and what it holds of the target's sequences, under their page ids."""
 
-    def __init__(self, file: HeadFile, target: TransformerBackend) -> None:
+    def __init__(self, file: HeadFile, target: HeadHost) -> None:
         spec = file.spec
         assert isinstance(spec, EagleSpec), f"{file.path} holds no EAGLE head"
         settle_on(file, target)
@@ -237,11 +237,11 @@ class EagleHead:
         self._fc_norm = self._maybe("fc_norm.weight")
         norms = [f"fc_norm.{index}.weight" for index in range(len(self.hidden))]
         self._fc_norms = [self._get(name) for name in norms if name in self._file.shapes]
-        self._embedding = self._own("token_embd.weight", self.target.weights.embedding)
+        self._embedding = self._own("token_embd.weight", is_embedding)
         self._embedding_norm = self._maybe("token_embd_norm.weight")
         self._hidden_norm = self._maybe("blk.0.hidden_norm.weight")
         self._output_norm = self._maybe("output_norm.weight")
-        output = self._own("output.weight", self.target.weights.output.t())
+        output = self._own("output.weight", is_output)
         self._output = None if output is None else output.t()
         self._layers = [self._layer(f"blk.{index}.") for index in range(spec.layer.num_layers)]
 
@@ -282,7 +282,7 @@ class EagleHead:
     def _maybe(self, name: str) -> torch.Tensor | None:
         return self._get(name) if name in self._file.shapes else None
 
-    def _own(self, name: str, target: torch.Tensor) -> torch.Tensor | None:
+    def _own(self, name: str, is_targets: Callable[[torch.Tensor, HeadHost], bool]) -> torch.Tensor | None:
         """A matrix of its own; None where it has none, or a copy of the target's: that one is here already."""
         own = self._maybe(name)
-        return None if own is not None and torch.equal(own, target) else own
+        return None if own is not None and is_targets(own, self.target) else own

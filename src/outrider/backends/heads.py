@@ -4,27 +4,54 @@ from __future__ import annotations
 
 import torch
 
-from outrider.backends.transformer import TransformerBackend
+from outrider.backends.base import HeadHost
 from outrider.errors import ModelFileError
 from outrider.models.head_spec import IDS, OFFSETS
 from outrider.models.heads import HeadFile, Host, check_fit
 
+COMPARED_ROWS = 4096  # of an embedding, at a time: a model that keeps it quantised unpacks them
+COMPARED_COLUMNS = 16  # of an output matrix
 
-def settle_on(file: HeadFile, target: TransformerBackend) -> None:
+
+def settle_on(file: HeadFile, target: HeadHost) -> None:
     """A ModelFileError if the head was not made for a model like this."""
     spec, info = target.spec, target.info
     check_fit(file, Host(info.name, spec.width, spec.num_layers, info.vocab_size, info.num_columns))
 
 
-def load(file: HeadFile, name: str, target: TransformerBackend) -> torch.Tensor:
-    """One tensor in the target's precision, where the target is."""
-    return file.read(name).to(device=target.device, dtype=target.weights.embedding.dtype)
+def like(target: HeadHost) -> torch.Tensor:
+    """Nothing, in the precision that heads compute in and where they do."""
+    nothing: torch.Tensor = target.embed(torch.empty(0, dtype=torch.int64, device=target.device))
+    return nothing
+
+
+def load(file: HeadFile, name: str, target: HeadHost) -> torch.Tensor:
+    """One tensor as the target's are: see `like`."""
+    return file.read(name).to(like(target))
+
+
+def is_embedding(matrix: torch.Tensor, target: HeadHost) -> bool:
+    """Whether this is a copy of the target's own. [tokens, width]"""
+    if matrix.shape != (target.spec.num_columns, target.spec.width):
+        return False
+    tokens = torch.arange(len(matrix), device=target.device)
+    parts = [slice(start, start + COMPARED_ROWS) for start in range(0, len(matrix), COMPARED_ROWS)]
+    return all(torch.equal(matrix[part], target.embed(tokens[part])) for part in parts)
+
+
+def is_output(matrix: torch.Tensor, target: HeadHost) -> bool:
+    """Whether this is a copy of the target's own, to judge by some of its columns, as many as no other matrix would
+    share. A hidden state with a single one gives a column. [tokens, width]"""
+    if matrix.shape != (target.spec.num_columns, target.spec.width):
+        return False
+    ones = torch.eye(min(COMPARED_COLUMNS, target.spec.width), target.spec.width).to(matrix)
+    return torch.equal(target.unembed(ones), matrix[:, : len(ones)].t().float())
 
 
 class DraftVocabulary:
     """The tokens a head chooses among: all of the target's, or some, by their ids there."""
 
-    def __init__(self, file: HeadFile, target: TransformerBackend) -> None:
+    def __init__(self, file: HeadFile, target: HeadHost) -> None:
         self._size = target.info.vocab_size
         self.ids: torch.Tensor | None = None
         if IDS in file.shapes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.backends.heads import DraftVocabulary, load, settle_on
-from outrider.backends.transformer import TransformerBackend
+from outrider.backends.base import HeadHost
+from outrider.backends.heads import DraftVocabulary, like, load, settle_on
 from outrider.models.head_spec import MedusaSpec
 from outrider.models.heads import HeadFile
 
@@ -14,11 +14,12 @@ from outrider.models.heads import HeadFile
 class MedusaHead:
     """All heads at once: matrices of one kind lie in one tensor, [heads, inputs, outputs]."""
 
-    def __init__(self, file: HeadFile, target: TransformerBackend) -> None:
+    def __init__(self, file: HeadFile, target: HeadHost) -> None:
         spec = file.spec
         assert isinstance(spec, MedusaSpec), f"{file.path} holds no Medusa heads"
         settle_on(file, target)
         self.target = target
+        self._like = like(target)
         self.name = file.name
         self.num_heads = spec.num_heads
         self.hidden = (target.info.num_hidden - 1,)  # of the target: after its output norm
@@ -46,7 +47,7 @@ class MedusaHead:
     def rows(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """The first `count` heads' logits over the target's tokens. [n, width] -> [n, count, V]"""
         with torch.inference_mode():
-            x = hidden.to(self.target.weights.embedding).expand(count, *hidden.shape)
+            x = hidden.to(self._like).expand(count, *hidden.shape)
             for weight, bias in self._blocks:
                 products = torch.bmm(x, weight[:count])
                 x = x + functional.silu(products if bias is None else products + bias[:count])
@@ -57,5 +58,5 @@ class MedusaHead:
         """[count, n, width] -> [count, n, tokens it chooses among]"""
         if self._output is not None:
             return torch.matmul(x, self._output[: len(x)]).float()
-        rows = self.target.unembed(x.flatten(0, 1)).view(*x.shape[:2], -1)
+        rows: torch.Tensor = self.target.unembed(x.flatten(0, 1)).view(*x.shape[:2], -1)
         return rows if self.vocabulary.ids is None else rows.index_select(2, self.vocabulary.ids)

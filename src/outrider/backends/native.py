@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,9 +23,12 @@ from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
-from outrider.native.binding import Model, Pass, address_of, forward, use_threads
+from outrider.native.binding import Model, Numbers, Pass, address_of, forward, use_threads
 from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 TURNS_AT_ONCE = 1024  # positions whose turns are computed together: a position's numbers never depend on who asks
@@ -105,9 +108,8 @@ class NativeBackend(PagedSequences):
         logits = np.empty((len(wanted), self.info.num_columns), dtype=np.float32)
         states = {layer: np.empty((ends[-1], self.spec.width), dtype=np.float32) for layer in hidden}
         addresses = (ctypes.c_void_p * max(1, len(states)))(*map(address_of, states.values()))
-        arrays = plan.arrays()
-        arrays |= {"tokens": _int32(spans.tokens), "wanted": _int32(wanted), "hidden_layers": _int32(list(states))}
-        self._reach(int(arrays["positions"].max()))
+        self._reach(max(plan.positions))
+        numbers = Numbers(**vars(plan), tokens=spans.tokens.tolist(), wanted=wanted, hidden_layers=list(states))
         forward(
             self._model,
             Pass(
@@ -118,7 +120,7 @@ class NativeBackend(PagedSequences):
                 logits=address_of(logits),
                 num_hidden=len(states),
                 hidden=ctypes.addressof(addresses),
-                **{name: address_of(array) for name, array in arrays.items()},
+                **numbers.addresses,
             ),
         )
         return logits, states
@@ -135,6 +137,23 @@ class NativeBackend(PagedSequences):
             angles = np.arange(start, start + TURNS_AT_ONCE, dtype=np.float32)[:, None] * frequencies
             tables.append(np.stack([np.cos(angles), np.sin(angles)], axis=-1) * np.float32(self.spec.rope.scale))
         self._turns = np.concatenate(tables)
+
+    @property
+    def device(self) -> torch.device:
+        """Of torch's, for heads: nobody else needs it."""
+        import torch
+
+        return torch.device("cpu")
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.weights.embedding.rows(tokens.numpy()))
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.weights.output.multiply(hidden.numpy()))
 
     def view(self, layers: int) -> NativeBackend:
         return FirstLayers(self, layers)
@@ -153,8 +172,8 @@ class FirstLayers(SequencesAhead, NativeBackend):
 class _Plan:
     """Which keys each row of a pass sees, span after span, in the words of `forward.h`.
 
-        chain, start 5, fed 3      runs 6 7 8                no extras
-        tree  t a b c, start 5     runs 5 5 5 5              extras t | t a | t b | t a c   (indices 5, 6, ...)
+    chain, start 5, fed 3      runs 6 7 8                no extras
+    tree  t a b c, start 5     runs 5 5 5 5              extras t | t a | t b | t a c   (indices 5, 6, ...)
     """
 
     def __init__(self) -> None:
@@ -195,11 +214,3 @@ class _Plan:
             self.extras += [root + node for node in path]
             self.extra_positions += range(root, root + len(path))
             self.extra_ends.append(len(self.extras))
-
-    def arrays(self) -> dict[str, Array]:
-        names = ("positions", "places", "pages", "tables", "runs", "extra_ends", "extras", "extra_positions")
-        return {name: _int32(getattr(self, name)) for name in names}
-
-
-def _int32(values: Any) -> Array:
-    return np.ascontiguousarray(values, dtype=np.int32)

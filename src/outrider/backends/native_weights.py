@@ -111,7 +111,8 @@ class NativeWeights:
         if not np.abs(values).max(initial=0.0) <= HALF_MOST:
             raise ModelFileError(f"{self._file.path}: {name} has values beyond half precision; use --backend torch")
         halves = np.ascontiguousarray(values, dtype=np.float16)
-        return Packed("F16", halves.view(np.uint8).reshape(-1), *halves.shape, self._arena)
+        rows, columns = halves.shape
+        return Packed("F16", halves.view(np.uint8).reshape(-1), rows, columns, self._arena)
 
     def _optional(self, name: str) -> Array | None:
         return self._vector(name) if name in self._file.shapes else None

@@ -1,15 +1,15 @@
 """What one pass costs by its number of rows and the context behind it: the curve that decides whether drafting can pay.
 
-Beside it stand the limits of this machine, measured in the same run: memory (every weight is read once a pass) and
-arithmetic (every row multiplies every weight). A width pays when a round emits more tokens than its pass costs, in
-units of a one-row pass; `needed_acceptance` says how often a draft must be right for that.
+Beside it stand the limits of this machine, measured in the same run: memory (every weight is read once a pass) and, for
+models that run on torch, arithmetic (every row multiplies every weight). A width pays when a round emits more tokens
+than its pass costs, in units of a one-row pass; `needed_acceptance` says how often a draft must be right for that.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 from outrider.backends.base import Backend, Spans
+from outrider.backends.native_weights import NativeWeights
 from outrider.engine.engine import Engine
+from outrider.native.binding import num_cores
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 LARGE = 2048  # rows and columns of the products that show what the arithmetic can do
+READ_BYTES = 2**29  # of the array that shows what memory can do: far larger than caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +43,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of this machine, as measured: bytes and operations per second, and what a token of the model needs of each."""
+    """Of this machine, as measured: bytes and operations per second, and what a token of the model needs of each.
+
+    `flops` is None where the arithmetic is not torch's: native products have no library to be measured by.
+    """
 
     bandwidth: float
-    flops: float
     weight_bytes: int
-    flops_per_row: float
+    flops: float | None = None
+    flops_per_row: float = 0.0
 
     def seconds(self, rows: int) -> float:
-        return max(self.weight_bytes / self.bandwidth, rows * self.flops_per_row / self.flops)
+        """The least a pass can take."""
+        arithmetic = 0.0 if self.flops is None else rows * self.flops_per_row / self.flops
+        return max(self.weight_bytes / self.bandwidth, arithmetic)
 
 
 def readings(
@@ -63,7 +71,7 @@ def readings(
     """The curve of a model, context after context."""
     engine = Engine.load(model, draft="none", threads=threads)
     target = engine.loop.target
-    limits = measured_limits(target)
+    limits = measured_limits(target, threads)
     fitting = [context for context in contexts if context + max(rows) < target.info.context]
     for number, context in enumerate(fitting or [max(1, target.info.context - max(rows) - 1)]):
         seconds = curve(target, rows, context, repeats)
@@ -134,42 +142,55 @@ def needed_acceptance(width: int, cost: float) -> float | None:
     return high
 
 
-def measured_limits(target: Backend) -> Limits | None:
-    """What this machine allows the model; None for models that do not run on torch."""
+def measured_limits(target: Backend, threads: int | None = None) -> Limits | None:
+    """What this machine allows the model; None for a model whose weights nobody knows."""
     weights: Any = getattr(target, "weights", None)
-    if "torch" not in sys.modules or weights is None:
+    if isinstance(weights, NativeWeights):
+        return Limits(memory_bandwidth(threads), _bytes_of_a_pass(weights))
+    parts = _torch_matrices(weights)
+    if not parts:
         return None
     import torch
 
-    if not isinstance(getattr(weights, "output", None), torch.Tensor):
-        return None
-    parts: list[torch.Tensor] = [part for layer in weights.layers for part in layer if _is_matrix(part)] + [
-        weights.output
-    ]
-    numbers = sum(part.numel() for part in parts)
     largest = max(parts, key=lambda part: part.numel())
-    device = largest.device
-    row = torch.randn(1, largest.shape[0], device=device, dtype=largest.dtype)
-    square = torch.randn(LARGE, LARGE, device=device, dtype=largest.dtype)
-    bandwidth = largest.numel() * largest.element_size() / _seconds(lambda: torch.mm(row, largest), device)
-    flops = 2 * LARGE**3 / _seconds(lambda: torch.mm(square, square), device)
-    return Limits(bandwidth, flops, numbers * largest.element_size(), 2.0 * numbers)
+    square = torch.randn(LARGE, LARGE, device=largest.device, dtype=largest.dtype)
+    flops = 2 * LARGE**3 / _least_seconds(lambda: _finish(torch.mm(square, square)))
+    numbers = sum(part.numel() for part in parts)
+    bandwidth = memory_bandwidth(threads, largest.device)
+    return Limits(bandwidth, numbers * largest.element_size(), flops, 2.0 * numbers)
 
 
-def _is_matrix(part: Any) -> bool:
-    return getattr(part, "ndim", 0) == 2
+def memory_bandwidth(threads: int | None = None, device: Any = None) -> float:
+    """Bytes per second that can be read from memory: a CPU's with so many threads, or a GPU's own."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        whole = torch.ones(READ_BYTES // 4, device=device)
+        return READ_BYTES / _least_seconds(lambda: _finish(whole.sum()))
+    count = threads or num_cores()
+    parts = np.array_split(np.ones(READ_BYTES // 4, dtype=np.int32), count)
+    with ThreadPoolExecutor(count) as pool:  # numpy lets other threads run meanwhile
+        return READ_BYTES / _least_seconds(lambda: list(pool.map(np.max, parts)))
 
 
-def _seconds(work: Callable[[], Any], device: Any, repeats: int = 5) -> float:
+def _bytes_of_a_pass(weights: NativeWeights) -> int:
+    """Of an embedding that is not the output, too, only rows are read."""
+    unread = 0 if weights.output is weights.embedding else weights.embedding.memory.nbytes
+    return weights.num_bytes - unread
+
+
+def _torch_matrices(weights: Any) -> list[Any]:
+    """That every token passes through, where they are torch's."""
+    if not hasattr(getattr(weights, "output", None), "element_size"):
+        return []
+    return [part for layer in weights.layers for part in layer if getattr(part, "ndim", 0) == 2] + [weights.output]
+
+
+def _least_seconds(work: Callable[[], Any], repeats: int = 5) -> float:
     """The best of a few: a limit is what is possible."""
-    import torch
-
     times = []
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            started = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - started)
+    for _ in range(repeats + 1):  # the first warms up and is not counted
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
     return min(times[1:])

@@ -28,7 +28,7 @@ NEW = 3  # tokens a round emits
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Median, 99th percentile and range. `bench.plain` has a like one, but needs torch."""
+    """Median, 99th percentile and range."""
 
     name: str
     median: float

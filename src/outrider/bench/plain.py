@@ -1,7 +1,7 @@
 """One model by itself: plain decoding and prefill beside transformers, and beside what the machine allows.
 
-Everything runs in one process with the same threads and weights, alternating, so that a noisy machine hits all alike.
-The limits are measured too: reading the weights once a token, and large matrix products.
+Everything runs in one process with the same threads and the same file, alternating, so that a noisy machine hits all
+alike. The limits are measured too: reading the weights once a token and, for models on torch, large matrix products.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
-from outrider.backends.base import Spans
-from outrider.backends.transformer import TransformerBackend
+from outrider.backends.base import Backend, Spans
+from outrider.bench.kernels import Limits, measured_limits
 from outrider.engine.engine import Engine
-from outrider.errors import ConfigError
 from outrider.models.source import ModelSource
+from outrider.native.binding import num_cores
 
 PROMPT = "Explain to a friend who has never programmed what a computer does when it runs a program."
 PREFILL = 512
@@ -38,20 +37,24 @@ class Reading:
 
 def readings(model: str, *, quick: bool = False, threads: int | None = None) -> Iterator[Reading]:
     """Speeds in tokens per second, then the ratios of each repeat."""
-    engine = Engine.load(model, draft="none", threads=threads, device="cpu", backend="torch")
+    threads = threads or num_cores()
+    engine = Engine.load(model, draft="none", threads=threads, device="cpu")
     target = engine.loop.target
-    if not isinstance(target, TransformerBackend):
-        raise ConfigError(f"{model} is no transformer; this benchmark needs one", param="model")
     prompt = engine.encode(PROMPT)
     num_tokens, repeats = (16, 2) if quick else (64, 7)
     tasks: dict[str, Callable[[], float]] = {
         "plain decoding": lambda: _decoding(engine, prompt, num_tokens),
         "prefill": lambda: _prefill(target),
-        "limit of decoding (weights read once)": lambda: _bandwidth(target) / _weight_bytes(target),
-        "limit of prefill (large matrix product)": lambda: _flops() / _flops_per_token(target),
     }
-    if find_spec("transformers") is not None:
-        peer = _Peer(ModelSource.parse(model).fetch())
+    limits = measured_limits(target, threads)
+    if limits is not None:
+        least = limits.seconds(1)
+        tasks["limit of decoding (weights read once)"] = lambda: 1.0 / least
+        if limits.flops is not None:
+            fastest = limits.flops / _flops_per_token(target, limits)
+            tasks["limit of prefill (large matrix product)"] = lambda: fastest
+    if limits is not None and all(find_spec(name) is not None for name in ("torch", "transformers")):
+        peer = _Peer(ModelSource.parse(model).fetch(), threads)
         tasks["transformers: plain decoding"] = lambda: peer.decoding(prompt, num_tokens)
         tasks["transformers: prefill"] = peer.prefill
     speeds: dict[str, list[float]] = {name: [] for name in tasks}
@@ -84,68 +87,41 @@ def _decoding(engine: Engine, prompt: list[int], num_tokens: int) -> float:
     return num_tokens / (times[-1] - times[0])
 
 
-def _prefill(target: TransformerBackend) -> float:
+def _prefill(target: Backend) -> float:
     """Prompt tokens per second of one pass."""
     count = min(PREFILL, target.info.context)
     tokens = np.random.default_rng(0).integers(0, target.info.vocab_size, count)
     slot = target.open((), count)
     assert slot is not None, "an idle cache has room"
     started = time.perf_counter()
-    target.score(Spans([slot], [0], [count], [1], tokens))
+    target.score(Spans([slot], [0], [count], [1], target.ops.integers(tokens.tolist())))
     elapsed = time.perf_counter() - started
     target.close(slot)
     return count / elapsed
 
 
-def _weights(target: TransformerBackend) -> list[torch.Tensor]:
-    """The matrices that every token passes through."""
-    parts = [
-        part for layer in target.weights.layers for part in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
-    ]
-    return [*parts, target.weights.output]
-
-
-def _weight_bytes(target: TransformerBackend) -> int:
-    return sum(part.numel() * part.element_size() for part in _weights(target))
-
-
-def _flops_per_token(target: TransformerBackend) -> float:
+def _flops_per_token(target: Any, limits: Limits) -> float:
     """Of a prompt: the layers' matrices, attention to half of the prompt on average, and one row of logits."""
-    spec = target.spec
-    layers = 2 * sum(part.numel() for part in _weights(target)[:-1])
+    spec, output = target.spec, 2 * target.weights.output.numel()
     attention = 2 * 2 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL / 2
-    return layers + attention + 2 * target.weights.output.numel() / PREFILL
-
-
-def _bandwidth(target: TransformerBackend) -> float:
-    """Bytes per second of a matrix-vector product far larger than any cache: the output matrix."""
-    matrix = target.weights.output
-    row = torch.randn(1, matrix.shape[0])
-    with torch.inference_mode():
-        started = time.perf_counter()
-        for _ in range(4):
-            torch.mm(row, matrix)
-        return 4 * matrix.numel() * matrix.element_size() / (time.perf_counter() - started)
-
-
-def _flops(size: int = 2048) -> float:
-    square = torch.randn(size, size)
-    started = time.perf_counter()
-    torch.mm(square, square)
-    return 2 * size**3 / (time.perf_counter() - started)
+    return float(limits.flops_per_row - output + attention + output / PREFILL)
 
 
 class _Peer:
     """The same weights in transformers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(threads)
         folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
         load: Any = AutoModelForCausalLM.from_pretrained
         self.model = load(folder, local_files_only=True, dtype=torch.float32, **options).eval()
 
     def decoding(self, prompt: list[int], num_tokens: int) -> float:
+        import torch
+
         times: list[float] = []
 
         class Clock:
@@ -166,6 +142,8 @@ class _Peer:
         return num_tokens / (times[-1] - times[1])  # the first put is the prompt
 
     def prefill(self) -> float:
+        import torch
+
         tokens = torch.randint(0, self.model.config.vocab_size, (1, PREFILL))
         with torch.inference_mode():
             started = time.perf_counter()

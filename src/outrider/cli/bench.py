@@ -197,6 +197,21 @@ def kernels(
 
 
 @app.command()
+def passes(
+    model: given.Model = given.DEFAULT,
+    peer: Annotated[list[str] | None, typer.Option(help="llama-cpp, beside ours.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to a file.")] = None,
+    threads: given.Threads = None,
+) -> None:
+    """Passes of a few rows, plain decoding and prefill: ours, a peer's with the same file and threads, the limit."""
+    from outrider.bench.passes import PassSettings
+    from outrider.cli.bench_costs import show_passes
+
+    show_passes(PassSettings(model=model, peers=tuple(peer or ()), threads=threads, repeats=repeats), json_file)
+
+
+@app.command()
 def simulate(
     acceptance: Annotated[float, typer.Option(help="How often a draft is right.", min=0, max=1)] = 0.7,
     draft_cost: Annotated[float, typer.Option(help="Of a drafted token, in one-row passes.", min=0)] = 0.05,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import typer
 
-from outrider.bench import kernels, simulate
+from outrider.bench import kernels, passes, simulate
+from outrider.bench.report import check_folder
 from outrider.cli.options import numbers
 
 
@@ -47,6 +48,23 @@ def _line(point: kernels.Point) -> str:
     pays = "" if point.rows == 1 else "never" if point.needed is None else f"{point.needed:.0%} acceptance"
     width = "" if point.rows == 1 else f" (width {point.rows - 1})"
     return f"{point.rows:>5}{point.ms:>9.1f}{span:>18}{point.ratio:>12.2f}{limit:>10}  {pays}{width}"
+
+
+def show_passes(settings: passes.PassSettings, json_file: Path | None) -> None:
+    if json_file is not None:
+        check_folder(json_file, "json")
+    report = passes.compare(settings, lambda sentence: typer.secho(sentence, dim=True, err=True))
+    typer.echo(f"{'ms, median and range':<34}{'engine':<11}{'ms':>9}{'range':>19}{'over ours':>11}{'range':>15}")
+    for row in report.rows:
+        span = f"{row.low:.2f} - {row.high:.2f}"
+        beside = "" if row.engine == passes.OWN else f"{row.ratio:.2f}x"
+        between = "" if row.engine == passes.OWN else f"{row.ratio_low:.2f} - {row.ratio_high:.2f}"
+        typer.echo(f"{row.task:<34}{row.engine:<11}{row.ms:>9.2f}{span:>19}{beside:>11}{between:>15}".rstrip())
+    typer.echo()
+    for remark in passes.remarks(report):
+        typer.echo(remark)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def show_simulation(acceptance: float, draft_cost: float, curve: str, widths: str, batches: str, as_json: bool) -> None:

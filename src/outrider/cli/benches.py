@@ -31,9 +31,6 @@ def show_engine(quick: bool, as_json: bool) -> None:
 
 def show_model(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | None = None) -> None:
     """Plain decoding and prefill of one model, beside transformers and beside the matrix products themselves."""
-    from outrider.engine.runner import require_torch
-
-    require_torch("bench model")
     from outrider.bench.plain import readings
 
     if not as_json:

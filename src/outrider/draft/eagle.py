@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, HeadHost
 from outrider.backends.eagle_head import EagleHead, Entries
 from outrider.backends.torch_common import array_of
-from outrider.backends.transformer import TransformerBackend
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
 from outrider.draft.ranked import grow_heads
@@ -61,11 +61,11 @@ class EagleDrafter:
 
     @classmethod
     def load(cls, path: Path | str, target: Backend) -> EagleDrafter:
-        assert isinstance(target, TransformerBackend), f"heads cannot sit on {target.info.name}"
+        assert target.info.heads, f"heads cannot sit on {target.info.name}"
         file = open_head(path)
         if not isinstance(file.spec, EagleSpec):
             raise ConfigError(f"{path} holds Medusa heads; write medusa:{path}", param="draft")
-        return cls(EagleHead(file, target))
+        return cls(EagleHead(file, cast(HeadHost, target)))
 
     def lag(self, job: Job) -> int:
         """What the target has not read yet: its hidden states are what the head reads."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, HeadHost
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.torch_common import array_of
-from outrider.backends.transformer import TransformerBackend
 from outrider.draft.growth import Sprout
 from outrider.draft.kept_rows import kept_rows
 from outrider.draft.ranked import grow_heads
@@ -39,11 +39,11 @@ class MedusaDrafter:
 
     @classmethod
     def load(cls, path: Path | str, target: Backend) -> MedusaDrafter:
-        assert isinstance(target, TransformerBackend), f"heads cannot sit on {target.info.name}"
+        assert target.info.heads, f"heads cannot sit on {target.info.name}"
         file = open_head(path)
         if not isinstance(file.spec, MedusaSpec):
             raise ConfigError(f"{path} is an EAGLE head; write eagle:{path}", param="draft")
-        return cls(MedusaHead(file, target))
+        return cls(MedusaHead(file, cast(HeadHost, target)))
 
     def lag(self, job: Job) -> int:
         """Until the target has read the prompt there is nothing to guess from."""

@@ -64,17 +64,13 @@ class GGUFFile:
         self._tensors = header.tensors
         self.spec: Spec = _Translator(self.path, self._data, header).spec()
         self.shapes: Mapping[str, Shape] = self._used()
+        self.types: Mapping[str, str] = {name: self._tensors[name].storage.name for name in self.shapes}
         self.eos_ids = end_tokens(self.path, header.metadata, self.spec.num_columns)
 
     @property
     def name(self) -> str:
         # Not general.name: converters fill it with anything, and the file's own name has the quantisation in it.
         return self.path.stem
-
-    @property
-    def types(self) -> dict[str, str]:
-        """How each tensor is stored."""
-        return {name: self._tensors[name].storage.name for name in self.shapes}
 
     def read(self, name: str) -> Array:
         """One tensor: F16 stays, everything else is float32."""
