@@ -177,10 +177,10 @@ class Walk:
     KINDS = ("rows of the target", "rows of the draft", "rows of the view", "prefix hits", "moved paths", "rewinds")
     KINDS += ("forks", "loads", "swaps", "trees fed on")
     MOST_SLOTS = 5
-    MOST = 90  # tokens of a sequence
 
-    def __init__(self, target: Any, draft: Any, check: Check, seed: int, threads: int = 3) -> None:
-        self.target, self.draft, self.check, self.threads = target, draft, check, threads
+    def __init__(self, target: Any, draft: Any, check: Check, seed: int, *, threads: int = 3, most: int = 90) -> None:
+        """most: tokens of a sequence."""
+        self.target, self.draft, self.check, self.threads, self.most = target, draft, check, threads, most
         self.view = target.view(1)
         self.random = np.random.default_rng(seed)
         self.slots: dict[Slot, Held] = {}
@@ -223,7 +223,7 @@ class Walk:
         spans, texts = Spans([], [], [], [], np.empty(0)), []
         fed: list[int] = []
         for slot, one in self.slots.items():
-            if self.random.random() < 0.3 or len(one.tokens) + len(one.nodes) > self.MOST - 20:
+            if self.random.random() < 0.3 or len(one.tokens) + len(one.nodes) > self.most - 20:
                 continue
             start = len(one.tokens) + len(one.nodes)
             new, parents = self._span(one)

@@ -22,7 +22,7 @@ from outrider.draft.eagle import EagleDrafter
 from outrider.draft.medusa import MedusaDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.errors import BackendError, ModelFileError, OutriderError
+from outrider.errors import BackendError, ModelFileError, NativeMissingError, OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.gguf import GGUFFile
 from outrider.models.opening import open_model
@@ -327,3 +327,9 @@ def test_a_damaged_file_is_never_silent(kind: str, name: str, tmp_path: Path) ->
     path = save_model(tmp_path / "m.gguf", quantised(kind), change=change)
     with pytest.raises(OutriderError, match=r"NaN logits|without finite logits|beyond half precision"):
         Engine.load(native(path)).generate([1, 5, 5, 2], max_tokens=4, temperature=0.0)
+
+
+def test_another_library_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_NATIVE_LIBRARY", str(tmp_path / "checked.so"))
+    with pytest.raises(NativeMissingError, match=r"cannot be loaded: .*checked\.so"):
+        library.__wrapped__()
