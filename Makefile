@@ -65,7 +65,7 @@ clean:
 	$(INSTALL) -e .
 	touch $@
 
-.venv/.native: .venv/.base $(wildcard src/outrider/native/*.cpp src/outrider/native/*.h)
+.venv/.native: .venv/.base $(wildcard src/outrider/native/*.cpp src/outrider/native/*.h) src/outrider/native/build.py
 	@$(BIN)/python -m outrider.native.build || { echo "torch is installed to run models instead"; $(INSTALL) -e '.[torch]'; }
 	touch $@
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from native_models import BY_BLOCK, BY_SUPER, Shape, Truth, Walk, save_model, stored
 from outrider.backends.native import NativeBackend
 from outrider.kv.pages import Pages
 from outrider.models.gguf import GGUFFile
 from outrider.native.binding import Packed
 from outrider.native.build import build, find_compiler
 from outrider.native.library import FOLDER, library
+
+from native_models import BY_BLOCK, BY_SUPER, Shape, Truth, Walk, save_model, stored
 
 TESTS = ("test_native_kernels.py", "test_native_sampling.py", "test_native.py")
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1", "-fno-omit-frame-pointer")

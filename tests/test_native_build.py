@@ -30,7 +30,7 @@ SOURCES = {
     "api.cpp": """
 #define API extern "C" __attribute__((visibility("default")))
 int portable_answer();
-API int outrider_abi() { return 1; }
+API int outrider_abi() { return ABI_NUMBER; }
 API int outrider_answer() { return portable_answer(); }
 API int outrider_threads() { return 2; }
 API void outrider_set_threads(int) {}
@@ -44,7 +44,7 @@ API int outrider_has_neon() { return 1; }
 #ifdef OUTRIDER_HAS_AVX2
 API int outrider_has_avx2() { return 1; }
 #endif
-""",
+""".replace("ABI_NUMBER", str(native.ABI)),
     "isa_portable.cpp": "int portable_answer() { return 42; }",
     "isa_neon.cpp": "#if !defined(__ARM_FEATURE_DOTPROD)\n#error no dot product\n#endif",
     "isa_avx2.cpp": "#if !defined(__AVX2__)\n#error no AVX2\n#endif",
@@ -144,12 +144,13 @@ def test_why_there_is_no_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @compiled
 @pytest.mark.parametrize(
-    "told, message", [("return 7;", "has interface 7, this version needs 1"), (None, "is not of this version")]
+    "told, message",
+    [("return 7;", f"has interface 7, this version needs {native.ABI}"), (None, "is not of this version")],
 )
 def test_a_library_of_another_version(fresh: Path, told: str | None, message: str) -> None:
     for name in SOURCES:
         (fresh / name).unlink()
-    text = "" if told is None else SOURCES["api.cpp"].replace("return 1;", told, 1)
+    text = "" if told is None else SOURCES["api.cpp"].replace(f"return {native.ABI};", told, 1)
     (fresh / "api.cpp").write_text(text.replace("return portable_answer();", "return 0;"))
     build_into(fresh, fresh)
     with pytest.raises(NativeMissingError, match=f"{message}.*build it again"):

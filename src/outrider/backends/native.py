@@ -37,7 +37,6 @@ TURNS_AT_ONCE = 1024  # positions whose turns are computed together: a position'
 class NativeBackend(PagedSequences):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then."""
 
-    CACHE_ITEMSIZE = 4  # bytes of a number in the cache
     fingerprint: str | None = None  # of the weights, where they came from a file
 
     def __init__(
@@ -108,14 +107,14 @@ class NativeBackend(PagedSequences):
         logits = np.empty((len(wanted), self.info.num_columns), dtype=np.float32)
         states = {layer: np.empty((ends[-1], self.spec.width), dtype=np.float32) for layer in hidden}
         addresses = (ctypes.c_void_p * max(1, len(states)))(*map(address_of, states.values()))
-        self._reach(max(plan.positions))
+        turns = self._reach(max(plan.positions))
         numbers = Numbers(**vars(plan), tokens=spans.tokens.tolist(), wanted=wanted, hidden_layers=list(states))
         forward(
             self._model,
             Pass(
                 num_rows=ends[-1],
                 num_layers=self._layers,
-                turns=address_of(self._turns),
+                turns=address_of(turns),
                 num_wanted=len(wanted),
                 logits=address_of(logits),
                 num_hidden=len(states),
@@ -125,11 +124,11 @@ class NativeBackend(PagedSequences):
         )
         return logits, states
 
-    def _reach(self, position: int) -> None:
-        """Cosines and sines up to this position."""
+    def _reach(self, position: int) -> Array:
+        """Cosines and sines up to this position at least."""
         known = len(self._turns)
         if position < known:
-            return
+            return self._turns
         more = -(-(position + 1 - known) // TURNS_AT_ONCE) * TURNS_AT_ONCE
         frequencies = np.array(self.spec.rope.frequencies, dtype=np.float32)
         tables = [self._turns]
@@ -137,6 +136,7 @@ class NativeBackend(PagedSequences):
             angles = np.arange(start, start + TURNS_AT_ONCE, dtype=np.float32)[:, None] * frequencies
             tables.append(np.stack([np.cos(angles), np.sin(angles)], axis=-1) * np.float32(self.spec.rope.scale))
         self._turns = np.concatenate(tables)
+        return self._turns
 
     @property
     def device(self) -> torch.device:

@@ -39,6 +39,7 @@ class NativeWeights:
             self.layers = (Layer * spec.num_layers)(*(self._layer(index) for index in range(spec.num_layers)))
         for kind, count in self._widened.items():
             log.warning("%s: %d tensors of type %s are widened to half precision", file.name, count, kind)
+        del self._file, self._arena, self._advance  # the file's mapping and metadata need not stay
 
     @property
     def num_bytes(self) -> int:
@@ -102,14 +103,19 @@ class NativeWeights:
         else:
             self._widened[kind] += first == 0
             packed = self._widen(name, self._file.read(name)[first:last])
+        if not packed.is_sound:
+            raise ModelFileError(f"{self._file.path}: {name} has a scale that is no number; the file is damaged")
         self._file.let_go(name)
         self._held.append(packed)
         self._advance((last - first) * columns)
         return packed
 
     def _widen(self, name: str, values: Array) -> Packed:
-        if not np.abs(values).max(initial=0.0) <= HALF_MOST:
-            raise ModelFileError(f"{self._file.path}: {name} has values beyond half precision; use --backend torch")
+        least, most = values.min(initial=0.0), values.max(initial=0.0)
+        if not (least >= -HALF_MOST and most <= HALF_MOST):
+            raise ModelFileError(
+                f"{self._file.path}: {name} has values that half precision cannot hold; use --backend torch"
+            )
         halves = np.ascontiguousarray(values, dtype=np.float16)
         rows, columns = halves.shape
         return Packed("F16", halves.view(np.uint8).reshape(-1), rows, columns, self._arena)

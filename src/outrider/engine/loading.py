@@ -16,6 +16,7 @@ from outrider.backends.memory import free_host_memory
 from outrider.config import ModelConfig
 from outrider.engine.runner import Runner, choose, device_name, has_torch, require_torch
 from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
+from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
 from outrider.models import hub
 from outrider.models.base import ModelFile, TransformerSpec
@@ -231,8 +232,7 @@ class Room:
         config, size = self.config, self.config.page_size
         if config.cache_tokens is not None:
             return Pages(-(-config.cache_tokens // size), size)
-        values = sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs)
-        page = values * _cache_itemsize(runner) * size
+        page = sum(_page_bytes(spec, runner, size) for spec in specs)
         if config.cache_bytes is not None:
             if config.cache_bytes < page:
                 raise ConfigError(
@@ -251,7 +251,10 @@ class Room:
 def _weight_bytes(file: ModelFile, runner: Runner) -> int:
     """What the weights of a model come to in memory."""
     if runner.backend == "native":
-        return int(1.1 * file.path.stat().st_size)
+        from outrider.native.binding import TYPES
+
+        halves = sum(2 * math.prod(shape) for name, shape in file.shapes.items() if file.types[name] not in TYPES)
+        return int(1.1 * file.path.stat().st_size) + halves
     return sum(math.prod(shape) for shape in file.shapes.values()) * _torch_itemsize(runner)
 
 
@@ -263,13 +266,11 @@ def _torch_itemsize(runner: Runner) -> int:
     return dtype_for(torch.device(runner.device)).itemsize
 
 
-def _cache_itemsize(runner: Runner) -> int:
-    """Bytes of a number among keys and values."""
-    if runner.backend == "torch":
-        return _torch_itemsize(runner)
-    from outrider.backends.native import NativeBackend
-
-    return NativeBackend.CACHE_ITEMSIZE
+def _page_bytes(spec: TransformerSpec, runner: Runner, size: int) -> int:
+    """What a page of so many tokens takes for one model."""
+    if runner.backend == "native":
+        return HostStore.bytes_of_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, size)
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _torch_itemsize(runner) * size
 
 
 def _free_memory(runner: Runner) -> int:

@@ -2,6 +2,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -10,7 +12,9 @@
 #include "pool.h"
 #include "table.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -32,7 +36,7 @@ extern const Kernels kernels_avx512;
 
 namespace {
 
-constexpr int ABI = 1;  // native/library.py names the same number
+constexpr int ABI = 2;  // native/library.py names the same number
 
 #ifdef OUTRIDER_HAS_NEON
 bool has_dot_product() {
@@ -48,17 +52,25 @@ bool has_dot_product() {
 }
 #endif
 
+#if defined(__x86_64__)
+// With what isa_avx2.cpp is compiled for. Older compilers do not know "f16c" as a name.
+bool has_avx2() {
+    unsigned eax, ebx, ecx, edx;
+    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
 // Best first.
 std::vector<const Kernels *> usable() {
     std::vector<const Kernels *> sets;
 #ifdef OUTRIDER_HAS_AVX512
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma"))
+    if (has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         sets.push_back(&kernels_avx512);
 #endif
 #ifdef OUTRIDER_HAS_AVX2
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        sets.push_back(&kernels_avx2);
+    if (has_avx2()) sets.push_back(&kernels_avx2);
 #endif
 #ifdef OUTRIDER_HAS_NEON
     if (has_dot_product()) sets.push_back(&kernels_neon);
@@ -110,18 +122,21 @@ API int64_t outrider_packed_bytes(int type, int64_t rows, int64_t columns) {
     return (rows + lanes - 1) / lanes * tile_bytes(type, columns, lanes);
 }
 
-// From rows as the file has them to tiles at matrix->data. Fills in matrix->tile_bytes.
-API void outrider_pack(Matrix *matrix, const uint8_t *stored) {
+// From rows as the file has them to tiles at matrix->data. Fills in matrix->tile_bytes. 1: a scale is not a number.
+API int outrider_pack(Matrix *matrix, const uint8_t *stored) {
     const int lanes = chosen()->lanes, tiles = (matrix->rows + lanes - 1) / lanes;
     matrix->tile_bytes = tile_bytes(matrix->type, matrix->columns, lanes);
     const int step = 16;
+    std::atomic<int> broken{0};
     Pool &pool = Pool::get();
     pool.run([&] {
         pool.share((tiles + step - 1) / step, [&](int item) {
-            pack_tiles(*matrix, stored, item * step, std::min(item * step + step, tiles), lanes,
-                       const_cast<uint8_t *>(matrix->data));
+            const int first = item * step, last = std::min(first + step, tiles);
+            pack_tiles(*matrix, stored, first, last, lanes, const_cast<uint8_t *>(matrix->data));
+            if (!has_sound_scales(*matrix, stored, first * lanes, std::min(last * lanes, matrix->rows))) broken = 1;
         });
     });
+    return broken;
 }
 
 API void outrider_unpack(const Matrix *matrix, const int32_t *rows, int64_t count, float *out) {
@@ -129,11 +144,22 @@ API void outrider_unpack(const Matrix *matrix, const int32_t *rows, int64_t coun
         unpack_row(*matrix, rows[at], chosen()->lanes, out + at * matrix->columns);
 }
 
-API int64_t outrider_held_numbers(const Model *model) { return held_numbers(*model); }
-
-API void outrider_forward(const Model *model, const Pass *pass) { forward(*model, *pass, *chosen()); }
+// 1: there is no memory for it.
+API int outrider_forward(const Model *model, const Pass *pass) {
+    try {
+        forward(*model, *pass, *chosen());
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
+}
 
 // Rows times a matrix, for heads that sit on a model, and for tests.
-API void outrider_multiply(const Matrix *matrix, const float *rows, int64_t count, float *out) {
-    multiply_rows(*matrix, rows, int(count), out, *chosen());
+API int outrider_multiply(const Matrix *matrix, const float *rows, int64_t count, float *out) {
+    try {
+        multiply_rows(*matrix, rows, int(count), out, *chosen());
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
 }

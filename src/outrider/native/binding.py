@@ -23,6 +23,7 @@ TYPES = {
 }
 ALIGNMENT = 64
 
+_are_set = False  # threads, by anybody
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -35,7 +36,7 @@ def _fields(kind: Any, *names: str) -> dict[str, Any]:
 
 
 Matrix: Any = _structure(
-    "Matrix", {"data": _pointer, **_fields(_int, "type", "rows", "columns", "unused"), "tile_bytes": _long}
+    "Matrix", {"data": _pointer, **_fields(_int, "type", "rows", "columns", "padding"), "tile_bytes": _long}
 )
 Layer: Any = _structure(
     "Layer",
@@ -52,7 +53,7 @@ Model: Any = _structure(
         **_fields(_int, "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "ffn_width", "num_columns"),
         **_fields(_int, "rotary_pairs", "interleaved", "page_size"),
         "eps": ctypes.c_float,
-        "unused": _int,
+        "padding": _int,
         **_fields(Matrix, "embedding", "output"),
         **_fields(_pointer, "output_norm", "layers", "held"),
         "num_pages": _long,
@@ -107,11 +108,13 @@ class Packed:
         num_bytes = packed_bytes(kind, rows, columns)
         self.memory = (arena or Arena(room_for(num_bytes))).take(num_bytes)
         self.matrix = Matrix(_address(self.memory), TYPES[kind], rows, columns, 0, 0)
-        _calls().outrider_pack(ctypes.byref(self.matrix), _address(stored))
+        # Whether all its scales are numbers; the file is damaged where they are not.
+        self.is_sound = _calls().outrider_pack(ctypes.byref(self.matrix), _address(stored)) == 0
 
     def rows(self, indices: Array) -> Array:
         """These rows as numbers, exactly the file's. [n, columns]"""
         wanted = np.ascontiguousarray(indices, dtype=np.int32)
+        assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < self.matrix.rows), "rows that are not there"
         out = np.empty((len(wanted), self.matrix.columns), dtype=np.float32)
         _calls().outrider_unpack(ctypes.byref(self.matrix), _address(wanted), len(wanted), _address(out))
         return out
@@ -119,8 +122,9 @@ class Packed:
     def multiply(self, rows: Array) -> Array:
         """[n, columns] -> [n, outputs]"""
         rows = np.ascontiguousarray(rows, dtype=np.float32)
+        assert rows.ndim == 2 and rows.shape[1] == self.matrix.columns, f"{rows.shape}"
         out = np.empty((len(rows), self.matrix.rows), dtype=np.float32)
-        _calls().outrider_multiply(ctypes.byref(self.matrix), _address(rows), len(rows), _address(out))
+        _check(_calls().outrider_multiply(ctypes.byref(self.matrix), _address(rows), len(rows), _address(out)))
         return out
 
 
@@ -139,12 +143,15 @@ class Numbers:
 
 def forward(model: Any, one_pass: Any) -> None:
     """One pass. Python's other threads go on meanwhile."""
-    _calls().outrider_forward(ctypes.byref(model), ctypes.byref(one_pass))
+    _check(_calls().outrider_forward(ctypes.byref(model), ctypes.byref(one_pass)))
 
 
 def use_threads(count: int | None) -> None:
-    """Threads for all models of the process; None: one for each core."""
-    library().outrider_set_threads(num_cores() if count is None else count)
+    """Threads for all models of the process. None: as many as before, one for each core at first."""
+    global _are_set
+    if count is not None or not _are_set:
+        library().outrider_set_threads(num_cores() if count is None else count)
+    _are_set = True
 
 
 def num_cores() -> int:
@@ -156,7 +163,21 @@ def num_cores() -> int:
             cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
         except OSError:
             cores.add(str(cpu))
-    return max(1, len(cores))
+    return max(1, min(len(cores), _allowed()))
+
+
+def _allowed() -> int:
+    """CPUs that a container may use at a time."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such limit
+        return os.cpu_count() or 1
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("there is no memory left for this pass; use shorter prompt chunks (prefill_chunk)")
 
 
 def address_of(array: Array | None) -> int | None:
@@ -181,6 +202,6 @@ def _calls() -> Any:
     }
     for name, arguments in takes.items():
         function = getattr(loaded, f"outrider_{name}")
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, ctypes.c_int
     loaded.outrider_packed_bytes.restype = _long
     return loaded

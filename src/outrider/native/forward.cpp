@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <mutex>
+#include <new>
 
 #include "pack.h"
 #include "pool.h"
@@ -26,7 +26,8 @@ class Scratch {
         if (bytes <= size_) return;
         free(memory_);
         memory_ = nullptr;
-        if (posix_memalign(&memory_, 64, bytes)) abort();
+        size_ = 0;
+        if (posix_memalign(&memory_, 64, bytes)) throw std::bad_alloc();
         size_ = bytes;
     }
     uint8_t *memory() const { return static_cast<uint8_t *>(memory_); }
@@ -69,9 +70,10 @@ Activations activations_of(const Matrix &matrix, const float *values, const Roun
 
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
+    float *scores;  // for each thread
     Rounded by_block, by_super;
 
-    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes)
+    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes, int64_t scores_room)
         : x(cutter.cut<float>(rows * model.width)),
           normed(cutter.cut<float>(rows * model.width)),
           queries(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
@@ -80,6 +82,7 @@ struct Buffers {
           seen(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
           gate(cutter.cut<float>(rows * model.ffn_width)),
           up(cutter.cut<float>(rows * model.ffn_width)),
+          scores(cutter.cut<float>(scores_room)),
           by_block(cut_rounded(cutter, rows, widest, lanes)),
           by_super(cut_rounded(cutter, rows, widest, lanes)) {}
 };
@@ -100,7 +103,7 @@ class Run {
           pool_(Pool::get()),
           buffers_(buffers),
           rows_(pass.num_rows),
-          room_(most_keys(pass) + MAX_LANES) {}
+          room_(room_of(pass)) {}
 
     void all() {
         pool_.share(rows_, [&](int row) {
@@ -114,17 +117,17 @@ class Run {
         finish();
     }
 
-  private:
-    // Scores of one query with all keys it may see.
-    static int64_t most_keys(const Pass &pass) {
+    // Numbers for the scores of one query with all keys it may see, and the rest of a vector.
+    static int64_t room_of(const Pass &pass) {
         int64_t most = 0;
         for (int row = 0; row < pass.num_rows; row++) {
             const int64_t extras = pass.extra_ends[row] - (row ? pass.extra_ends[row - 1] : 0);
             most = std::max(most, pass.runs[row] + extras);
         }
-        return most;
+        return (most + 2 * MAX_LANES - 1) / MAX_LANES * MAX_LANES;
     }
 
+  private:
     void run_layer(int number) {
         const Layer &layer = model_.layers[number];
         const Buffers &b = buffers_;
@@ -183,8 +186,8 @@ class Run {
     int num_tiles(const Matrix &matrix) const { return (matrix.rows + kernels_.lanes - 1) / kernels_.lanes; }
 
     // Tiles a thread takes at a time: small enough that all end together, large enough to be worth taking.
-    int step(int64_t total_bytes, int64_t bytes_of_one) const {
-        const int64_t most = rows_ <= FEW_ROWS ? MOST_BYTES : MOST_NEAR_BYTES;
+    int step(int64_t total_bytes, int64_t bytes_of_one, int num_rows) const {
+        const int64_t most = num_rows <= FEW_ROWS ? MOST_BYTES : MOST_NEAR_BYTES;
         const int64_t bytes = std::clamp(total_bytes / (8 * pool_.size()), LEAST_BYTES, most);
         return int(std::max<int64_t>(1, bytes / bytes_of_one));
     }
@@ -194,16 +197,16 @@ class Run {
         int64_t total = 0;
         for (const Product &product : products) total += num_tiles(*product.matrix) * product.matrix->tile_bytes;
         int count = 0;
-        for (const Product &product : products) count += num_steps(*product.matrix, total);
+        for (const Product &product : products) count += num_steps(*product.matrix, total, num_rows);
         pool_.share(count, [&](int item) {
             for (const Product &product : products) {
                 const Matrix &matrix = *product.matrix;
-                const int steps = num_steps(matrix, total);
+                const int steps = num_steps(matrix, total, num_rows);
                 if (item >= steps) {
                     item -= steps;
                     continue;
                 }
-                const int size = step(total, matrix.tile_bytes), first = item * size;
+                const int size = step(total, matrix.tile_bytes, num_rows), first = item * size;
                 kernels_.multiply(matrix, first, std::min(first + size, num_tiles(matrix)),
                                   activations(matrix, values), num_rows, product.out, matrix.rows, product.bias,
                                   product.add);
@@ -212,8 +215,8 @@ class Run {
         });
     }
 
-    int num_steps(const Matrix &matrix, int64_t total_bytes) const {
-        const int size = step(total_bytes, matrix.tile_bytes);
+    int num_steps(const Matrix &matrix, int64_t total_bytes, int num_rows) const {
+        const int size = step(total_bytes, matrix.tile_bytes, num_rows);
         return (num_tiles(matrix) + size - 1) / size;
     }
 
@@ -221,7 +224,7 @@ class Run {
     void feed(const Layer &layer) {
         const int tiles = num_tiles(layer.gate);
         const int64_t both = layer.gate.tile_bytes + layer.up.tile_bytes;
-        const int size = step(tiles * both, both);
+        const int size = step(tiles * both, both, rows_);
         const int64_t width = model_.ffn_width;
         const Activations for_gate = activations(layer.gate, buffers_.normed);
         const Activations for_up = activations(layer.up, buffers_.normed);
@@ -239,9 +242,9 @@ class Run {
     Held held(int layer, int head) const {
         const int padded_size = (model_.page_size + TOKENS - 1) / TOKENS * TOKENS;
         const int padded_dim = (model_.head_dim + 15) / 16 * 16;
-        const int64_t one = int64_t(padded_size) * padded_dim, stride = held_numbers(model_);
-        float *keys = model_.held + layer * model_.num_pages * stride + head * one;
-        return {keys, keys + model_.num_kv_heads * one, stride, model_.page_size, padded_size, model_.head_dim,
+        const int64_t one = int64_t(padded_size) * padded_dim, of_a_layer = held_numbers(model_);
+        float *keys = model_.held + layer * of_a_layer + head * one;
+        return {keys, keys + model_.num_kv_heads * one, model_.num_layers * of_a_layer, model_.page_size, padded_size, model_.head_dim,
                 padded_dim};
     }
 
@@ -299,8 +302,6 @@ class Run {
     }
 
     void attend_row(const Layer &layer, const Held &held, int64_t row, int first, int count) {
-        thread_local Scratch scores;
-        scores.reserve(sizeof(float) * size_t(room_) * MAX_QUERIES);
         const int begin = row ? pass_.extra_ends[row - 1] : 0;
         Sight sight{pass_.pages + pass_.tables[row], 0, pass_.runs[row], pass_.extras + begin,
                     pass_.extra_ends[row] - begin};
@@ -319,7 +320,8 @@ class Run {
             queries[q] = buffers_.queries + at;
             out[q] = buffers_.seen + at;
         }
-        kernels_.attend(held, sight, queries, count, out, reinterpret_cast<float *>(scores.memory()), room_);
+        float *scores = buffers_.scores + Pool::number() * MAX_QUERIES * room_;
+        kernels_.attend(held, sight, queries, count, out, scores, room_);
     }
 
     void hand_out(int layer) {
@@ -370,22 +372,22 @@ int64_t held_numbers(const Model &model) {
 }
 
 void forward(const Model &model, const Pass &pass, const Kernels &kernels) {
-    static std::mutex turn;  // the scratch is one for all models
-    static Scratch scratch;
-    std::lock_guard<std::mutex> lock(turn);
+    thread_local Scratch scratch;  // the caller's: another thread may be preparing its own pass
     const int64_t rows = std::max(pass.num_rows, pass.num_wanted);
-    Cutter counting(nullptr);
-    Buffers(counting, model, rows, widest(model), kernels.lanes);
-    scratch.reserve(size_t(counting.used()));
-    Cutter cutter(scratch.memory());
-    Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes));
-    Pool::get().run([&] { run.all(); });
+    for (bool done = false; !done;) {
+        const int threads = Pool::get().size();
+        const int64_t scores = Run::room_of(pass) * MAX_QUERIES * threads;
+        Cutter counting(nullptr);
+        Buffers(counting, model, rows, widest(model), kernels.lanes, scores);
+        scratch.reserve(size_t(counting.used()));
+        Cutter cutter(scratch.memory());
+        Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes, scores));
+        done = Pool::get().run([&] { run.all(); }, threads);
+    }
 }
 
 void multiply_rows(const Matrix &matrix, const float *rows, int count, float *out, const Kernels &kernels) {
-    static std::mutex turn;
-    static Scratch scratch;
-    std::lock_guard<std::mutex> lock(turn);
+    thread_local Scratch scratch;
     const Rounding how = rounding_of(matrix.type);
     const int64_t columns = matrix.columns;
     Cutter counting(nullptr);

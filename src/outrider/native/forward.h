@@ -1,4 +1,4 @@
-// One forward pass over a mixed batch: prompt chunks, single tokens, chains and trees.
+// One forward pass over a mixed batch: prompt chunks, single tokens, chains and trees. Throws std::bad_alloc.
 // These structures are the plain C interface; native/binding.py has the same fields in the same order.
 #pragma once
 
@@ -19,11 +19,11 @@ struct Model {
     int32_t rotary_pairs, interleaved;  // dimensions (2i, 2i + 1) turn together, or (i, i + pairs)
     int32_t page_size;
     float eps;
-    int32_t unused;
+    int32_t padding;
     Matrix embedding, output;
     const float *output_norm;
     const Layer *layers;
-    float *held;  // [layers, pages, keys | values, kv heads, page]: see Held
+    float *held;  // [pages, layers, keys | values, kv heads, page]: see Held
     int64_t num_pages;
 };
 

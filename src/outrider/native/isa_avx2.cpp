@@ -3,4 +3,4 @@
 #include "kernels.h"
 
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = make_kernels("avx2");
+constexpr Kernels kernels_avx2 = make_kernels("avx2");

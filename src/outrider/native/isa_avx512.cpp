@@ -3,4 +3,4 @@
 #include "kernels.h"
 
 extern const Kernels kernels_avx512;
-const Kernels kernels_avx512 = make_kernels("avx512");
+constexpr Kernels kernels_avx512 = make_kernels("avx512");

@@ -3,4 +3,4 @@
 #include "kernels.h"
 
 extern const Kernels kernels_neon;
-const Kernels kernels_neon = make_kernels("neon");
+constexpr Kernels kernels_neon = make_kernels("neon");

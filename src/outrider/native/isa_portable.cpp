@@ -3,4 +3,4 @@
 #include "kernels.h"
 
 extern const Kernels kernels_portable;
-const Kernels kernels_portable = make_kernels("portable");
+constexpr Kernels kernels_portable = make_kernels("portable");

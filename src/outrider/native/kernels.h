@@ -386,7 +386,7 @@ void round_row(const float *values, int count, Rounding how, const Rounded &out)
         const float largest = max_lanes(most);
         const bool sound = sum_lanes(broken) == 0.0f;
         const float scale = sound ? largest / 127.0f : NAN;  // what is broken must be seen in the result
-        const F inverse = V::set(sound && largest > 0.0f ? 127.0f / largest : 0.0f);
+        const F inverse = V::set(sound && largest > 1e-30f ? 127.0f / largest : 0.0f);  // else it would be infinite
         for (int block = start; block < start + size; block += BLOCK) {
             int32_t halves[2];
             for (int half = 0; half < 2; half++) {
@@ -436,7 +436,7 @@ void norm(const float *x, float scale, const float *weight, int count, float *ou
 
 // e^x to about one part in 10^7; x below -87 counts as -87.
 INLINE F exponential(F x) {
-    x = V::min(V::max(x, V::set(-87.0f)), V::set(88.0f));
+    x = V::min(V::set(88.0f), V::max(V::set(-87.0f), x));  // in this order a NaN stays one on every CPU
     const I power = V::to_int(V::mul(x, V::set(1.44269504f)));
     const F n = V::to_float(power);
     F r = V::fma(x, n, V::set(-0.693359375f));  // ln 2 in two parts
@@ -472,18 +472,19 @@ void gate(float *gate, const float *up, int count) {
 
 // Products of Q queries with TOKENS keys that lie side by side. Dimension after dimension, even and odd ones in sums of
 // their own, so that neither keys nor dimensions wait for each other.
-// `soon`: what is read next, one line for each dimension.
+// `soon` and `later` are read after these keys: asked for now, a line of each for every dimension, they are there in time.
 template <int Q>
 INLINE void match_keys(const float *keys, int64_t stride, int head_dim, const float *const *queries,
-                       float (*out)[TOKENS], const float *soon) {
+                       float (*out)[TOKENS], const float *soon, const float *later) {
     constexpr int VECTORS = TOKENS / LANES;
     F sums[2][Q][VECTORS];
     for (int part = 0; part < 2; part++)
         for (int q = 0; q < Q; q++)
             for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
     for (int d = 0; d < head_dim; d += 2)
-        for (int part = 0; part < 2; part++, keys += stride, soon += 16) {
+        for (int part = 0; part < 2; part++, keys += stride, soon += 16, later += 16) {
             __builtin_prefetch(soon);
+            __builtin_prefetch(later);
             for (int v = 0; v < VECTORS; v++) {
                 const F key = V::load(keys + v * LANES);
                 for (int q = 0; q < Q; q++)
@@ -502,9 +503,11 @@ INLINE void match_all(const Held &held, const Sight &sight, const float *const *
         const int within = index % held.page_size, group = within / TOKENS * TOKENS;
         const int64_t page = sight.pages[index / held.page_size] * held.page_stride;
         const float *keys = held.keys + page + group, *values = held.values + page + group * held.padded_dim;
-        match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, values);
         int count = group + TOKENS < held.page_size ? group + TOKENS - within : held.page_size - within;
         if (count > sight.last - index) count = sight.last - index;
+        const int next = index + count < sight.last ? index + count : index;
+        const float *next_keys = held.keys + sight.pages[next / held.page_size] * held.page_stride;
+        match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, next_keys, values);
         for (int q = 0; q < Q; q++)
             memcpy(scores + q * room + index - sight.first, out[q] + within - group, sizeof(float) * count);
         index += count;
@@ -514,7 +517,7 @@ INLINE void match_all(const Held &held, const Sight &sight, const float *const *
         const int index = sight.extras[extra], within = index % held.page_size, group = within / TOKENS * TOKENS;
         if (index - within + group != done) {
             const float *keys = held.keys + sight.pages[index / held.page_size] * held.page_stride + group;
-            match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, keys);
+            match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, keys, keys);
             done = index - within + group;
         }
         for (int q = 0; q < Q; q++) scores[q * room + sight.last - sight.first + extra] = out[q][within - group];

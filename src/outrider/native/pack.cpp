@@ -268,6 +268,19 @@ void pack_tiles(const Matrix &matrix, const uint8_t *stored, int first, int last
     }
 }
 
+bool has_sound_scales(const Matrix &matrix, const uint8_t *stored, int first, int last) {
+    const Format format = format_of(matrix.type);
+    if (format.block == 0) return true;
+    const int64_t blocks_of_row = matrix.columns / format.block;
+    const uint8_t *block = stored + first * blocks_of_row * format.stored_bytes;
+    bool sound = true;
+    for (int64_t b = 0; b < (last - first) * blocks_of_row; b++, block += format.stored_bytes) {
+        sound &= (read_half(block + (matrix.type == Q6_K ? 208 : 0)) & 0x7C00) != 0x7C00;
+        if (has_minimum(matrix.type)) sound &= (read_half(block + 2) & 0x7C00) != 0x7C00;
+    }
+    return sound;
+}
+
 void unpack_row(const Matrix &matrix, int row, int lanes, float *out) {
     const uint8_t *tile = matrix.data + row / lanes * matrix.tile_bytes;
     const int lane = row % lanes, bytes = number_bytes(matrix.type);

@@ -14,5 +14,8 @@ int64_t stored_row_bytes(int32_t type, int64_t columns);
 // Tiles first..last-1 of a matrix whose rows lie at `stored`, into its data. Rows beyond the last are zero.
 void pack_tiles(const Matrix &matrix, const uint8_t *stored, int first, int last, int lanes, uint8_t *out);
 
+// Whether the scales of these stored rows are all finite; of weights that are not quantised, nothing is said.
+bool has_sound_scales(const Matrix &matrix, const uint8_t *stored, int first, int last);
+
 // One row of a packed matrix as numbers: exactly what GGUF's block says.
 void unpack_row(const Matrix &matrix, int row, int lanes, float *out);

@@ -1,11 +1,15 @@
 #include "pool.h"
 
-#include <unistd.h>
+#include <pthread.h>
+
+#include <chrono>
+#include <system_error>
 
 namespace {
 
-constexpr int SPINS_IN_A_PASS = 4000;   // before the core is offered to others: somebody else may need it to go on
-constexpr int SPINS_AFTER_A_PASS = 20000;  // some 50 us: the next token's pass often follows at once
+using Clock = std::chrono::steady_clock;
+constexpr int SPINS_IN_A_PASS = 4000;  // before the core is offered to others: somebody else may need it to go on
+constexpr std::chrono::microseconds AFTER_A_PASS(50);  // before a thread sleeps: the next token's pass may follow at once
 
 inline void relax() {
 #if defined(__aarch64__)
@@ -26,24 +30,40 @@ template <class Done> inline void wait_for(const Done &done) {
 
 thread_local int Pool::number_ = 0;
 
+// Never destroyed: threads may still wait in it when the process ends. A forked process has none of its threads, and locks
+// may have been held at that moment, so it gets a pool of its own.
+static Pool *pool = nullptr;
+
 Pool &Pool::get() {
-    static Pool *pool = new Pool;  // never destroyed: threads may still wait in it when the process ends
+    static const bool once = [] {
+        pool = new Pool;
+        pthread_atfork(nullptr, nullptr, [] {
+            const int size = pool->size();
+            pool = new Pool;
+            pool->size_ = size;
+        });
+        return true;
+    }();
+    (void)once;
     return *pool;
 }
 
 void Pool::resize(int count) {
     std::lock_guard<std::mutex> turn(turn_);
-    leave_a_fork();
-    if (count == size_ && int(threads_.size()) == count - 1) return;
+    if (count == size_) return;
     stop();
     size_ = count;
-    stretches_ = std::vector<Stretch>(size_t(count));
-    launch();
 }
 
+// Threads are started by the first job that needs them. Where the system allows fewer, fewer have to do.
 void Pool::launch() {
-    owner_ = getpid();
-    for (int number = 1; number < size_; number++) threads_.emplace_back(&Pool::work, this, number, job_.load());
+    stretches_ = std::vector<Stretch>(size_t(size_));
+    try {
+        while (int(threads_.size()) < size_ - 1)
+            threads_.emplace_back(&Pool::work, this, int(threads_.size()) + 1, job_.load());
+    } catch (const std::system_error &) {
+        size_ = int(threads_.size()) + 1;
+    }
 }
 
 void Pool::stop() {
@@ -57,18 +77,8 @@ void Pool::stop() {
     ends_ = false;
 }
 
-// In a child process the threads are gone, whatever the list says: start anew with as many.
-void Pool::leave_a_fork() {
-    if (owner_ == 0 || owner_ == getpid()) return;
-    new std::vector<std::thread>(std::move(threads_));  // left alone: there is nothing to join or detach
-    threads_.clear();
-    arrived_ = finished_ = 0;
-    for (Stretch &stretch : stretches_) stretch.next = 0;
-    launch();
-}
-
 void Pool::start(Call call, const void *context) {
-    leave_a_fork();
+    if (int(threads_.size()) != size_ - 1 || int(stretches_.size()) != size_) launch();
     number_ = 0;
     call_ = call;
     context_ = context;
@@ -98,7 +108,8 @@ void Pool::meet() {
 void Pool::work(int number, unsigned seen) {
     number_ = number;
     for (;;) {
-        for (int spins = 0; spins < SPINS_AFTER_A_PASS && job_.load(std::memory_order_acquire) == seen; spins++) relax();
+        const auto until = Clock::now() + AFTER_A_PASS;
+        while (job_.load(std::memory_order_acquire) == seen && Clock::now() < until) relax();
         if (job_.load(std::memory_order_acquire) == seen) {
             std::unique_lock<std::mutex> lock(sleep_);
             wake_.wait(lock, [&] { return ends_ || job_.load(std::memory_order_acquire) != seen; });

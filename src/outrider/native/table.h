@@ -25,7 +25,6 @@ constexpr int BLOCK = 32;         // weights of a row that share a scale
 constexpr int SUPER = 256;        // weights of a row that share a scale of scales (the K types)
 constexpr int MAX_LANES = 16;     // outputs side by side in a tile, at most
 constexpr int TOKENS = 16;        // a page's keys lie side by side in groups of this many
-constexpr int MAX_HEAD = 8192;    // dimensions of a head, at most
 constexpr int MAX_QUERIES = 4;    // heads of one query that look at the same keys together
 
 // A matrix in tiles of `lanes` rows. In a tile, what belongs to one block of inputs lies together, row beside row, so
@@ -35,14 +34,14 @@ struct Matrix {
     int32_t type;
     int32_t rows;     // outputs
     int32_t columns;  // inputs
-    int32_t unused;
+    int32_t padding;
     int64_t tile_bytes;
 };
 
 // How activations are rounded for a type of weights.
 enum Rounding : int32_t { NONE = 0, BY_BLOCK = 1, BY_SUPER = 2 };
 
-inline Rounding rounding_of(int32_t type) {
+static inline Rounding rounding_of(int32_t type) {
     if (type == F32 || type == F16) return NONE;
     return type >= Q4_K ? BY_SUPER : BY_BLOCK;
 }
