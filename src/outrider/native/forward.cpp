@@ -13,9 +13,9 @@
 
 namespace {
 
-// Bytes of weights that a thread takes at a time. Long stretches are read faster; but where many rows go through them, group
-// after group, they should stay in the first cache.
-constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 32768;
+// Bytes of weights that a thread takes at a time. Long stretches are read faster. Where many rows go through them, group
+// after group, a stretch should fit into the second cache, and be long: all rows pass by for each of them.
+constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 262144;
 constexpr int FEW_ROWS = 8;
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
