@@ -345,7 +345,7 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
 
 def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:
     """Trap 13: hits for the target alone would make acceptance collapse, or the draft read everything again."""
-    engine = Engine.load(files / "llama", draft=files / "llama.gguf", width=4, cache_tokens=2000)
+    engine = Engine.load(files / "llama", draft=files / "llama.gguf", width=4, cache_tokens=2000, backend="torch")
     draft = drafter_of(engine).backend
     fed: list[int] = []
     score = draft.score

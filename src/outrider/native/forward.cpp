@@ -17,6 +17,7 @@ namespace {
 // after group, a stretch should fit into the second cache, and be long: all rows pass by for each of them.
 constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 262144;
 constexpr int FEW_ROWS = 8;
+constexpr int KEYS_AT_A_TIME = 64;
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
 class Scratch {
@@ -70,7 +71,8 @@ Activations activations_of(const Matrix &matrix, const float *values, const Roun
 
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
-    float *scores;  // for each thread
+    float *scores;   // for each thread; or, of a few rows, for each query
+    float *inverse;  // one over the sum of a query's weights
     Rounded by_block, by_super;
 
     Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes, int64_t scores_room)
@@ -83,6 +85,7 @@ struct Buffers {
           gate(cutter.cut<float>(rows * model.ffn_width)),
           up(cutter.cut<float>(rows * model.ffn_width)),
           scores(cutter.cut<float>(scores_room)),
+          inverse(cutter.cut<float>(rows * model.num_heads)),
           by_block(cut_rounded(cutter, rows, widest, lanes)),
           by_super(cut_rounded(cutter, rows, widest, lanes)) {}
 };
@@ -96,14 +99,15 @@ struct Product {
 
 class Run {
   public:
-    Run(const Model &model, const Pass &pass, const Kernels &kernels, const Buffers &buffers)
+    Run(const Model &model, const Pass &pass, const Kernels &kernels, const Buffers &buffers, bool few)
         : model_(model),
           pass_(pass),
           kernels_(kernels),
           pool_(Pool::get()),
           buffers_(buffers),
           rows_(pass.num_rows),
-          room_(room_of(pass)) {}
+          room_(room_of(pass)),
+          few_(few) {}
 
     void all() {
         pool_.share(rows_, [&](int row) {
@@ -116,6 +120,9 @@ class Run {
         }
         finish();
     }
+
+    // Whether there are fewer things to look at than threads can share evenly.
+    static bool are_few(const Model &model, int64_t rows, int threads) { return rows * model.num_kv_heads < 4 * threads; }
 
     // Numbers for the scores of one query with all keys it may see, and the rest of a vector.
     static int64_t room_of(const Pass &pass) {
@@ -288,20 +295,85 @@ class Run {
         }
     }
 
+    // Heads that share keys look together, up to MAX_QUERIES of them.
     void attend(const Layer &layer, int number) {
         const int group = model_.num_heads / model_.num_kv_heads;
-        // Heads that share keys look together, unless there are so few that threads would be idle.
-        const int most = int64_t(rows_) * model_.num_kv_heads < 4 * pool_.size() ? 1 : MAX_QUERIES;
-        const int parts = (group + most - 1) / most, size = (group + parts - 1) / parts;
+        const int parts = (group + MAX_QUERIES - 1) / MAX_QUERIES, size = (group + parts - 1) / parts;
         const int per_row = model_.num_kv_heads * parts;
-        pool_.share(rows_ * per_row, [&](int item) {
+        const auto looking = [&](int item) {
             const int row = item / per_row, head = item % per_row / parts, first = item % parts * size;
-            const int count = std::min(size, group - first);
-            if (count > 0) attend_row(layer, held(number, head), row, head * group + first, count);
+            return Looking{row, head, head * group + first, std::min(size, group - first)};
+        };
+        if (few_) return attend_in_parts(layer, number, rows_ * per_row, looking);
+        pool_.share(rows_ * per_row, [&](int item) {
+            const Looking who = looking(item);
+            const float *queries[MAX_QUERIES];
+            float *out[MAX_QUERIES];
+            heads_of(who, queries, out);
+            float *scores = buffers_.scores + Pool::number() * MAX_QUERIES * room_;
+            if (who.count > 0)
+                kernels_.attend(held(number, who.kv_head), sight_of(layer, who.row), queries, who.count, out, scores,
+                                room_);
         });
     }
 
-    void attend_row(const Layer &layer, const Held &held, int64_t row, int first, int count) {
+    // A few queries of a row that look at the same keys.
+    struct Looking {
+        int row, kv_head, first, count;
+    };
+
+    // With a few rows there is too little for all threads, or it cannot be shared evenly: keys are cut into stretches, then
+    // values by dimensions. No sum is cut, so nothing changes.
+    template <class Who> void attend_in_parts(const Layer &layer, int number, int num_looking, const Who &looking) {
+        const int stretches = int((room_ + KEYS_AT_A_TIME - 1) / KEYS_AT_A_TIME);
+        pool_.share(num_looking * stretches, [&](int item) {
+            const Looking who = looking(item / stretches);
+            Sight sight = sight_of(layer, who.row);
+            const int skipped = item % stretches * KEYS_AT_A_TIME, first = sight.first + skipped;
+            const bool is_last = first + KEYS_AT_A_TIME >= sight.last;
+            if (who.count <= 0 || (skipped && first >= sight.last)) return;
+            sight.first = first;
+            if (!is_last) {
+                sight.last = first + KEYS_AT_A_TIME;
+                sight.num_extras = 0;
+            }
+            const float *queries[MAX_QUERIES];
+            float *out[MAX_QUERIES];
+            heads_of(who, queries, out);
+            kernels_.match(held(number, who.kv_head), sight, queries, who.count, scores_of(who) + skipped, room_);
+        });
+        pool_.share(rows_ * model_.num_heads, [&](int item) {
+            const Sight sight = sight_of(layer, item / model_.num_heads);
+            const int keys = sight.last - sight.first + sight.num_extras;
+            buffers_.inverse[item] = kernels_.weigh(buffers_.scores + item * room_, keys);
+        });
+        const int parts = (model_.head_dim + 15) / 16;
+        pool_.share(num_looking * parts, [&](int item) {
+            const Looking who = looking(item / parts);
+            if (who.count <= 0) return;
+            const float *queries[MAX_QUERIES];
+            float *out[MAX_QUERIES];
+            heads_of(who, queries, out);
+            const float *inverse = buffers_.inverse + int64_t(who.row) * model_.num_heads + who.first;
+            kernels_.mix(held(number, who.kv_head), sight_of(layer, who.row), scores_of(who), room_, item % parts * 16,
+                         who.count, inverse, out);
+        });
+    }
+
+    float *scores_of(const Looking &who) const {
+        return buffers_.scores + (int64_t(who.row) * model_.num_heads + who.first) * room_;
+    }
+
+    void heads_of(const Looking &who, const float **queries, float **out) const {
+        for (int q = 0; q < who.count; q++) {
+            const int64_t at = (int64_t(who.row) * model_.num_heads + who.first + q) * model_.head_dim;
+            queries[q] = buffers_.queries + at;
+            out[q] = buffers_.seen + at;
+        }
+    }
+
+    // What a row sees in a layer.
+    Sight sight_of(const Layer &layer, int row) const {
         const int begin = row ? pass_.extra_ends[row - 1] : 0;
         Sight sight{pass_.pages + pass_.tables[row], 0, pass_.runs[row], pass_.extras + begin,
                     pass_.extra_ends[row] - begin};
@@ -313,15 +385,7 @@ class Run {
                 sight.num_extras--;
             }
         }
-        const float *queries[MAX_QUERIES];
-        float *out[MAX_QUERIES];
-        for (int q = 0; q < count; q++) {
-            const int64_t at = (row * model_.num_heads + first + q) * model_.head_dim;
-            queries[q] = buffers_.queries + at;
-            out[q] = buffers_.seen + at;
-        }
-        float *scores = buffers_.scores + Pool::number() * MAX_QUERIES * room_;
-        kernels_.attend(held, sight, queries, count, out, scores, room_);
+        return sight;
     }
 
     void hand_out(int layer) {
@@ -357,6 +421,7 @@ class Run {
     const Buffers buffers_;
     const int rows_;
     const int64_t room_;
+    const bool few_;  // see are_few
 };
 
 int64_t widest(const Model &model) {
@@ -376,12 +441,14 @@ void forward(const Model &model, const Pass &pass, const Kernels &kernels) {
     const int64_t rows = std::max(pass.num_rows, pass.num_wanted);
     for (bool done = false; !done;) {
         const int threads = Pool::get().size();
-        const int64_t scores = Run::room_of(pass) * MAX_QUERIES * threads;
+        const bool few = Run::are_few(model, pass.num_rows, threads);
+        const int64_t scores = Run::room_of(pass) * (few ? rows * model.num_heads : int64_t(MAX_QUERIES) * threads);
         Cutter counting(nullptr);
         Buffers(counting, model, rows, widest(model), kernels.lanes, scores);
         scratch.reserve(size_t(counting.used()));
         Cutter cutter(scratch.memory());
-        Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes, scores));
+        Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes, scores),
+                few);
         done = Pool::get().run([&] { run.all(); }, threads);
     }
 }

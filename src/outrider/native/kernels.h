@@ -525,7 +525,7 @@ INLINE void match_all(const Held &held, const Sight &sight, const float *const *
 }
 
 // Scores become weights; returns one over their sum. Room for a whole last vector.
-INLINE float weigh(float *scores, int count) {
+float weigh(float *scores, int count) {
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int at = count; at < padded; at++) scores[at] = -INFINITY;
     F most = V::load(scores);
@@ -601,8 +601,28 @@ void attend(const Held &held, const Sight &sight, const float *const *queries, i
     }
 }
 
+void match(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *scores,
+           int64_t room) {
+    switch (num_queries) {
+        case 1: return match_all<1>(held, sight, queries, scores, room);
+        case 2: return match_all<2>(held, sight, queries, scores, room);
+        case 3: return match_all<3>(held, sight, queries, scores, room);
+        case 4: return match_all<4>(held, sight, queries, scores, room);
+    }
+}
+
+void mix(const Held &held, const Sight &sight, const float *scores, int64_t room, int d, int num_queries,
+         const float *inverse, float *const *out) {
+    switch (num_queries) {
+        case 1: return mix_values<1, 1>(held, sight, scores, room, d, inverse, out);
+        case 2: return mix_values<2, 1>(held, sight, scores, room, d, inverse, out);
+        case 3: return mix_values<3, 1>(held, sight, scores, room, d, inverse, out);
+        case 4: return mix_values<4, 1>(held, sight, scores, room, d, inverse, out);
+    }
+}
+
 constexpr Kernels make_kernels(const char *name) {
-    return {name, LANES, multiply, round_row, scale_of, norm, gate, attend, make_sampling_kernels()};
+    return {name, LANES, multiply, round_row, scale_of, norm, gate, attend, match, weigh, mix, make_sampling_kernels()};
 }
 
 }  // namespace

@@ -97,5 +97,12 @@ struct Kernels {
     // What up to MAX_QUERIES heads of one query see. scores: room for as many rows of `room` numbers.
     void (*attend)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
                    float *scores, int64_t room);
+    // The same in parts, for several threads: products with the keys that `sight` has; scores to weights, returning one over
+    // their sum; sixteen dimensions of the values from d on. The numbers are those of `attend` to the last bit.
+    void (*match)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *scores,
+                  int64_t room);
+    float (*weigh)(float *scores, int count);
+    void (*mix)(const Held &held, const Sight &sight, const float *scores, int64_t room, int d, int num_queries,
+                const float *inverse, float *const *out);
     SamplingKernels sampling;
 };
