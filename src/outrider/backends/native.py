@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.backends.base import ModelInfo, Spans
+from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.native_weights import NativeWeights
-from outrider.backends.paged import PagedSequences, SequencesAhead
+from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
 from outrider.errors import BackendError
 from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
@@ -52,17 +52,7 @@ class NativeBackend(PagedSequences):
         assert isinstance(spec, TransformerSpec), f"{file.path} holds a {spec.family}"
         use_threads(threads)
         self.spec, self.pages = spec, pages
-        self.info = ModelInfo(
-            name=file.name,
-            vocab_size=vocab_size or spec.num_columns,
-            num_columns=spec.num_columns,
-            context=min(context or spec.context, spec.context, pages.num_pages * pages.page_size),
-            eos_ids=file.eos_ids,
-            trees=True,
-            num_layers=spec.num_layers,
-            num_hidden=spec.num_layers + 2,
-            heads=True,
-        )
+        self.info = info_of(file, spec, pages, vocab_size, context)
         self.ops = NativeSampling()
         self.weights = NativeWeights(file, spec)
         self.store = HostStore(spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size)

@@ -8,7 +8,25 @@ from outrider.backends.base import ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_rewind
 from outrider.errors import BackendError
 from outrider.kv.pages import Pages
+from outrider.models.base import ModelFile, TransformerSpec
 from outrider.types import Slot
+
+
+def info_of(
+    file: ModelFile, spec: TransformerSpec, pages: Pages, vocab_size: int | None, context: int | None
+) -> ModelInfo:
+    """What the engine must know of a transformer of ours. vocab_size, context: where they are less than the file's."""
+    return ModelInfo(
+        name=file.name,
+        vocab_size=vocab_size or spec.num_columns,
+        num_columns=spec.num_columns,
+        context=min(context or spec.context, spec.context, pages.num_pages * pages.page_size),
+        eos_ids=file.eos_ids,
+        trees=True,
+        num_layers=spec.num_layers,
+        num_hidden=spec.num_layers + 2,
+        heads=True,
+    )
 
 
 class PagedSequences:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from outrider.backends.attention import Ints, Span, build_blocks, build_lone_query, build_span
-from outrider.backends.base import ModelInfo, Spans
+from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.forward import Block, Constants, Rows, Work, compiled, run_layers
-from outrider.backends.paged import PagedSequences, SequencesAhead
+from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
 from outrider.backends.torch_common import array_of, dtype_for, sampling_for
 from outrider.backends.weights import Loader
 from outrider.kv.pages import Pages
@@ -53,17 +53,7 @@ class TransformerBackend(PagedSequences):
         self.spec, self.pages = spec, pages
         self.device = torch.device(device)
         dtype = dtype_for(self.device)
-        self.info = ModelInfo(
-            name=file.name,
-            vocab_size=vocab_size or spec.num_columns,
-            num_columns=spec.num_columns,
-            context=min(context or spec.context, spec.context, pages.num_pages * pages.page_size),
-            eos_ids=file.eos_ids,
-            trees=True,
-            num_layers=spec.num_layers,
-            num_hidden=spec.num_layers + 2,
-            heads=True,
-        )
+        self.info = info_of(file, spec, pages, vocab_size, context)
         self.ops = sampling_for(self.device)
         self.weights = Loader(file, spec, dtype, self.device).load()
         self.strict = strict
