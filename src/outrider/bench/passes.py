@@ -25,7 +25,9 @@ from outrider.bench.kernels import Limits, measured_limits
 from outrider.bench.machine import machine, versions
 from outrider.bench.passes_peer import PASSES, common
 from outrider.bench.peers import PeerError, PeerProcess, Wish, why_missing, why_unable
+from outrider.config import MockConfig
 from outrider.engine.engine import Engine
+from outrider.engine.presets import PRESETS
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.source import ModelSource
 from outrider.native.binding import num_cores
@@ -302,7 +304,9 @@ def _row(engine: str, task: Task, times: Sequence[float], ours: Sequence[float])
 
 def compare(settings: PassSettings, tell: Tell = lambda _: None) -> Report:
     """Load the model, and the peers that can take part; measure all of it."""
-    threads, load = settings.threads or num_cores(), _load()
+    if settings.model in PRESETS and isinstance(PRESETS[settings.model].target, MockConfig):
+        raise ConfigError("a mock has no passes worth timing; name a real model", param="model")
+    threads, load = settings.threads or num_cores(), _load_average()
     tell(f"loading {settings.model}")
     engine = Engine.load(settings.model, draft="none", device="cpu", threads=threads)
     processes: list[PeerProcess] = []
@@ -325,7 +329,7 @@ def compare(settings: PassSettings, tell: Tell = lambda _: None) -> Report:
     return Report(rows, limits, told, versions({process.name: process.version for process in processes}))
 
 
-def _load() -> float | None:
+def _load_average() -> float | None:
     """Programs that ran in the last minute, on average."""
     try:
         return os.getloadavg()[0]
