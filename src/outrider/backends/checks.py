@@ -32,7 +32,8 @@ def check_spans(spans: Spans, hidden: Sequence[int], info: ModelInfo, length: Ca
             raise BackendError(f"slot {slot} is fed {count} tokens, but {rows} rows are wanted")
         if start + count > info.context:
             raise BackendError(f"slot {slot} would hold {start + count} tokens in a context of {info.context}")
-    least, most = int(spans.tokens.min()), int(spans.tokens.max())
+    tokens = spans.tokens.tolist()  # of a few numbers, Python finds the least sooner than numpy
+    least, most = min(tokens), max(tokens)
     if least < 0 or most >= info.vocab_size:
         raise BackendError(f"token {least if least < 0 else most} is not in a vocabulary of {info.vocab_size}")
 

@@ -132,11 +132,11 @@ class Numbers:
     """Lists of integers for a pass, one after the other in one piece of memory: a dozen arrays would cost more."""
 
     def __init__(self, **lists: Sequence[int]) -> None:
-        self._memory = array("i")
-        starts = {}
+        starts, numbers = {}, list[int]()
         for name, values in lists.items():
-            starts[name] = len(self._memory)
-            self._memory.extend(values)
+            starts[name] = len(numbers)
+            numbers += values
+        self._memory = array("i", numbers)
         first, _ = self._memory.buffer_info()
         self.addresses = {name: first + start * self._memory.itemsize for name, start in starts.items()}
 

@@ -81,6 +81,7 @@ struct V {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     template <int g> static I dot(I sum, B weights, Row row) { return add_products(sum, weights, four<g>(row)); }
+    template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
     template <int g> static I dot_signed(I sum, B weights, Row row) {
         return add_products(sum, _mm256_abs_epi8(weights), _mm256_sign_epi8(four<g>(row), weights));
     }

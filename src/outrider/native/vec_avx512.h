@@ -78,6 +78,7 @@ struct V {
     }
     template <int g> static I dot(I sum, B weights, Row row) { return _mm512_dpbusd_epi32(sum, weights, four<g>(row)); }
     // The instruction takes unsigned weights: signs go over to the activations.
+    template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
     template <int g> static I dot_signed(I sum, B weights, Row row) {
         const B inputs = four<g>(row);
         const B turned = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);

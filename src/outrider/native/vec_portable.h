@@ -119,6 +119,7 @@ struct V {
             for (int at = 0; at < 4; at++) sum.x[lane] += int8_t(weights.x[4 * lane + at]) * row[4 * g + at];
         return sum;
     }
+    template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
     template <int g> static I dot_signed(I sum, B weights, Row row) { return dot<g>(sum, weights, row); }
 };
 
