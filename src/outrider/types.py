@@ -414,7 +414,7 @@ class Drafts:
     `probs` are the rows the tokens were drawn from (given their earlier siblings), a one-hot row where a token was not
     sampled; None says that all are one-hot. `makers` names who drafted for each job ("" for nobody); `steps` counts
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
-    draft failed.
+    draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
     """
 
     counts: list[int]
@@ -425,6 +425,7 @@ class Drafts:
     steps: int = 0
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)
     faults: dict[int, OutriderError] = field(default_factory=dict)
+    matched: list[int] = field(default_factory=list)
     _proposals: list[list[int]] | None = None
 
     def proposals(self) -> list[list[int]]:

@@ -18,10 +18,14 @@ SHARE = 64  # tokens every job may read however many there are: more than a roun
 
 
 class Proposal(NamedTuple):
-    """Tokens and, where they branch, the index of the token each follows (-1: the job's last)."""
+    """Tokens and, where they branch, the index of the token each follows (-1: the job's last).
+
+    matched: how many tokens before them match the place where they were found.
+    """
 
     tokens: Sequence[int]
     parents: list[int] | None = None
+    matched: int = 0
 
 
 NOTHING = Proposal(())
@@ -48,6 +52,7 @@ class LookupDrafter:
 
     name = ""
     hidden: tuple[int, ...] = ()
+    looks_up = True  # what it found decides how much of it is judged, see `spec/lookups.py`
 
     def __init__(self) -> None:
         self.lookups: dict[int, Lookup] = {}
@@ -66,17 +71,20 @@ class LookupDrafter:
         self._read([job for job, width in zip(jobs, widths, strict=True) if width])
         counts: list[int] = []
         tokens: list[int] = []
+        matched: list[int] = []
         parents: dict[int, list[int]] = {}
         for job, width, branching in zip(jobs, widths, trees, strict=True):
             if width == 0:
                 counts.append(0)
+                matched.append(0)
                 continue
             proposal = self.lookups[job.id].propose(job.tokens, width, branching)
             if proposal.parents is not None:
                 parents[len(counts)] = proposal.parents
             counts.append(len(proposal.tokens))
+            matched.append(proposal.matched)
             tokens += proposal.tokens
-        return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents)
+        return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents, matched=matched)
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         self._read([job for job in plan.jobs if self.reads(job)])

@@ -14,6 +14,7 @@ from outrider.types import Job
 
 NUM_SHARES = 4  # a guess beside the main one gets one of so many shares of a tree
 MOST_GUESSES = 3
+LONGEST_MATCH = 16  # how far back it is looked how much of the text matches
 
 
 class NgramDrafter(LookupDrafter):
@@ -62,7 +63,7 @@ class NgramIndex:
             start = self._ends.get(tuple(tokens[-n:]))
             if start is not None and start not in starts:
                 if not branching or width < NUM_SHARES:
-                    return Proposal(_continuation(tokens, start, width))
+                    return Proposal(_continuation(tokens, start, width), matched=_matched(tokens, start, n))
                 starts.append(start)
         if not starts:
             return NOTHING
@@ -70,6 +71,14 @@ class NgramIndex:
 
     def close(self) -> None:
         pass
+
+
+def _matched(tokens: list[int], start: int, known: int) -> int:
+    """How many tokens before `start` are the last ones, `known` of which are."""
+    most = min(start, LONGEST_MATCH)
+    while known < most and tokens[start - known - 1] == tokens[-known - 1]:
+        known += 1
+    return known
 
 
 def _continuation(tokens: list[int], start: int, count: int) -> list[int]:

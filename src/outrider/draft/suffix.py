@@ -97,7 +97,7 @@ class SuffixLookup:
         group = Group(followed)
         if branching and group.low != group.high:
             return self._tree(group, matched, width)
-        return Proposal(self._chain(group, matched))
+        return Proposal(self._chain(group, matched), matched=matched)
 
     def close(self) -> None:
         self._past.finish(self._text)

@@ -68,12 +68,13 @@ class Engine:
         self.clock = clock or SystemClock()
         router = Router(drafters, target.info, self.clock, inner=[ForcedDrafter()])
         speculation = speculation or SpeculationConfig()
+        lookups = {drafter.name for drafter in drafters if getattr(drafter, "looks_up", False)}
         self.loop = Loop(
             target,
             router,
             scheduling or SchedulerConfig(),
             self.clock,
-            controller or AdaptiveController(statistics=lambda: self.loop.statistics),
+            controller or AdaptiveController(statistics=lambda: self.loop.statistics, lookups=lookups),
             speculation.max_width,
             RunAhead(router, target, Payoff(always=run_ahead == "always")) if run_ahead else None,
         )

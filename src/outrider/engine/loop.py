@@ -107,7 +107,7 @@ class Loop:
                 return events
             started = now()
             ready = self.ahead.take(plan) if self.ahead is not None else ()
-            drafts = self.router.propose(self.target, plan, ready)
+            drafts = self.router.propose(self.target, plan, ready, self.width.controller.worth)
             drafted = now()
             if self.ahead is not None:
                 self.ahead.start(plan, drafts)

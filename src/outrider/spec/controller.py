@@ -3,11 +3,13 @@
 `knowledge.py` learns (with `acceptance.py` and `costs.py`), `choice.py` computes the best widths from that, `budget.py`
 says what may be tried. A decision stands for a few rounds. Requests that rest are tried again now and then, and so are
 widths and trees that nothing is known about, if they look good.
+
+Drafters that look text up are another matter: what they found decides how many rows they get (`lookups.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from outrider.metrics import LOSING, Outcome, PassTimes, Statistics
 from outrider.spec.acceptance import JobRecord
 from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope, plain_rate
 from outrider.spec.knowledge import NEAR, Knowledge, starters
+from outrider.spec.lookups import Lookups
 from outrider.spec.probe import Candidate, Probes, cheapest
 from outrider.types import Ask, Drafts, Job, Plan
 
@@ -42,6 +45,10 @@ TRYING = "trying a width that was not measured"
 BRANCHING = "trying a tree"
 CHECKING = "checking that a tree is better than a chain"
 PROBING = "probing whether drafting pays by now"
+LOOKING = "what was looked up is judged as far as that pays"
+
+
+Rooms = list[tuple[Ask, ...]]
 
 
 class Offer(NamedTuple):
@@ -90,10 +97,16 @@ class Found(NamedTuple):
 
 
 class AdaptiveController:
-    """`statistics`: where the decisions for all requests are counted."""
+    """`statistics`: where the decisions for all requests are counted; `lookups`: drafters that look text up."""
 
-    def __init__(self, config: WidthConfig | None = None, statistics: Callable[[], Statistics] | None = None) -> None:
+    def __init__(
+        self,
+        config: WidthConfig | None = None,
+        statistics: Callable[[], Statistics] | None = None,
+        lookups: Collection[str] = (),
+    ) -> None:
         self._known = Knowledge((config or WidthConfig()).probing)
+        self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds)
         self._statistics = statistics
         # The decision that stands
         self._jobs: list[Job] = []
@@ -110,6 +123,29 @@ class AdaptiveController:
         self._attempts: dict[str, int] = {}  # drafter -> rounds it was tried, knowing nothing
 
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
+        if not self._lookups.names:
+            return self._choose(jobs, rooms, rows)
+        looking, others = self._apart(jobs, rooms)
+        fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
+        asked = self._lookups.choose(jobs, looking, fed)
+        if not any(others):
+            self._jobs, self._reasons, self._is_fresh = [], [LOOKING] * len(jobs), True
+            return asked
+        chosen = self._choose(jobs, others, rows)
+        return [_in_order(asks + own, room) for asks, own, room in zip(chosen, asked, rooms, strict=True)]
+
+    def _apart(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> tuple[Rooms, Rooms]:
+        """Rooms of those who look text up, where the width is free; and of all others. Chains: of trees nothing can be
+        cut."""
+        looking: Rooms = []
+        others: Rooms = []
+        for job, room in zip(jobs, rooms, strict=True):
+            names = self._lookups.names if job.width is None and not job.tree else ()
+            looking.append(tuple(ask._replace(tree=False) for ask in room if ask.drafter in names))
+            others.append(tuple(ask for ask in room if ask.drafter not in names) if looking[-1] else room)
+        return looking, others
+
+    def _choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:
         self._is_fresh = True
         is_same = jobs == self._jobs
         if self._left > 0 and rows == self._rows and (is_same or self._take_over(jobs, rooms)):
@@ -144,14 +180,22 @@ class AdaptiveController:
         self._jobs, self._rooms, self._left = list(jobs), list(rooms), min(self._left, LONGEST_DELAY)
         return True
 
+    def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
+        return self._lookups.worth(drafter, jobs, drafts)
+
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        self._known.learn(plan, drafts, times, outcomes, self._probed, self._is_fresh and self._pays)
+        if self._lookups.names:
+            self._lookups.learn(times, outcomes)
+        self._known.learn(
+            plan, drafts, times, outcomes, self._probed, self._is_fresh and self._pays, self._lookups.names
+        )
         if self._is_fresh and len(self._reasons) == len(plan.deciding):
             self._tally(plan)
         self._is_fresh = False
 
     def forget(self, job: Job) -> None:
         self._known.forget(job)
+        self._lookups.forget(job)
 
     def _tally(self, plan: Plan) -> None:
         """Count the decisions, for each request and for the engine."""
@@ -430,6 +474,12 @@ def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:
     """Asks that stood for a while, in what room there is now."""
     most = {ask.drafter: ask.width for ask in room}
     return tuple(ask._replace(width=min(ask.width, most[ask.drafter])) for ask in asks if ask.drafter in most)
+
+
+def _in_order(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """In the order in which drafters are asked."""
+    names = [ask.drafter for ask in room]
+    return tuple(sorted(asks, key=lambda ask: names.index(ask.drafter)))
 
 
 def _rounded(ratio: float) -> str:

@@ -14,6 +14,8 @@ EXACT = 48  # passes of more rows share a point with those of about as many
 LEAST = 1e-9  # seconds: nothing takes no time
 CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
+WELL_KNOWN = 8  # samples, after which one more changes little:
+SELDOM = 4  # of those so many are taken in together
 PACE = 0.04  # how quickly the common pace follows
 FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
 HOPE = 0.5  # share of the last slope that a hopeful guess goes on with
@@ -26,7 +28,17 @@ class CostCurve:
     that size matters little.
     """
 
-    __slots__ = ("_hints", "_hopeful", "_in_proportion", "_is_settled", "_pace", "_points", "_usual", "noise")
+    __slots__ = (
+        "_hints",
+        "_hopeful",
+        "_in_proportion",
+        "_is_settled",
+        "_num_added",
+        "_pace",
+        "_points",
+        "_usual",
+        "noise",
+    )
 
     def __init__(self, *, in_proportion: bool = False) -> None:
         self._in_proportion = in_proportion
@@ -35,6 +47,7 @@ class CostCurve:
         self._pace = 1.0
         self._usual = self._hopeful = Line([], [], 0.0)
         self._is_settled = False  # whether the lines are those of the points
+        self._num_added = 0
         self.noise = 0.0  # how far samples are usually off, as a share
 
     @property
@@ -83,6 +96,9 @@ class CostCurve:
             self.noise += PACE * (abs(change) - self.noise)
             if samples > 4.0:
                 self._pace *= 1.0 + PACE * change
+            self._num_added += 1
+            if samples >= WELL_KNOWN and self._num_added % SELDOM:
+                return
         self._is_settled = False
 
     def seconds(self, size: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outrider.metrics import Outcome, PassTimes
 from outrider.spec.acceptance import DrafterRecord, JobRecord
@@ -81,8 +81,10 @@ class Knowledge:
         outcomes: Sequence[tuple[Job, Outcome]],
         probed: Sequence[tuple[int, str]],
         pays: bool,
+        lookups: Collection[str] = (),
     ) -> None:
-        """A round. probed: (job, drafter) where drafting was only tried; pays: whether drafting was to pay."""
+        """A round. probed: (job, drafter) where drafting was only tried; pays: whether drafting was to pay; lookups:
+        drafters of which others learn."""
         pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
         self.num_rounds += 1
         if times.steady:
@@ -93,7 +95,7 @@ class Knowledge:
             self.passes.hint(times.num_fed, pass_s)
         reading_s = 0.0
         if any(plan.asks):
-            reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed)
+            reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed, lookups)
             if drafts.parents or self.tree_round:
                 self._compare(drafts, times, outcomes)
         if num_jobs:
@@ -120,6 +122,7 @@ class Knowledge:
         times: PassTimes,
         outcomes: Sequence[tuple[Job, Outcome]],
         probed: Sequence[tuple[int, str]],
+        lookups: Collection[str],
     ) -> float:
         """Returns the seconds that went into prompts."""
         places: Sequence[int] = range(len(plan.deciding))
@@ -133,6 +136,10 @@ class Knowledge:
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
                 name = ask[0]
+                if name in lookups:
+                    if outcome.maker == name:
+                        break
+                    continue
                 record = self.record(job, name)
                 unread, is_new, record.read = before - record.read, not record.read, before
                 if outcome.maker != name:

@@ -5,7 +5,7 @@ What drafters hand over is checked here, and what they raise becomes the error o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from outrider.backends.base import Backend, ModelInfo
@@ -15,6 +15,9 @@ from outrider.draft.join import Part, join
 from outrider.errors import ConfigError, DraftError
 from outrider.spec.blame import blaming
 from outrider.types import Drafts, Grammar, Job, Plan, Scores, Verdicts
+
+# (drafter, jobs, their proposals) -> how many tokens of each are worth a row; the others are not judged
+Worth = Callable[[str, Sequence[Job], Drafts], Sequence[int]]
 
 
 class Router:
@@ -50,10 +53,10 @@ class Router:
                 raise DraftError(f"the {drafter} draft failed: lag() must return a whole number, got {lag!r}")
             return lag
 
-    def propose(self, target: Backend, plan: Plan, ready: Sequence[Part] = ()) -> Drafts:
+    def propose(self, target: Backend, plan: Plan, ready: Sequence[Part] = (), worth: Worth | None = None) -> Drafts:
         """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for.
 
-        ready: what was drafted ahead, for some of the jobs.
+        ready: what was drafted ahead, for some of the jobs. worth: see `Worth`.
         """
         self.seconds = {}
         parts = list(ready)
@@ -66,7 +69,7 @@ class Router:
             for name in self.drafters:
                 members = [index for index, asks in open_asks.items() if asks[turn].drafter == name]
                 if members:
-                    part = Part(members, self._ask(name, target, plan, members, turn))
+                    part = Part(members, self._ask(name, target, plan, members, turn, worth))
                     parts.append(part)
                     for index, count in zip(members, part.drafts.counts, strict=True):
                         if count:
@@ -75,19 +78,25 @@ class Router:
             open_asks = {index: asks for index, asks in open_asks.items() if len(asks) > turn}
         return join(target.ops, len(plan.deciding), parts)
 
-    def _ask(self, name: str, target: Backend, plan: Plan, members: list[int], turn: int) -> Drafts:
+    def _ask(
+        self, name: str, target: Backend, plan: Plan, members: list[int], turn: int, worth: Worth | None
+    ) -> Drafts:
         drafter, jobs = self.drafters[name], [plan.deciding[index] for index in members]
         asks = [plan.asks[index][turn] for index in members]
         widths, trees = [ask.width for ask in asks], [ask.tree for ask in asks]
         started = self._clock.now()
         try:
             with blaming(DraftError, f"the {name} draft failed"):
-                drafts = checked(name, target, widths, trees, drafter.propose(jobs, widths, trees))
+                drafts = drafter.propose(jobs, widths, trees)
+                _check_shapes(name, target.info, widths, trees, drafts)
+                if worth is not None and any(drafts.matched):
+                    drafts = _cut(target, drafts, worth(name, jobs, drafts))
+                drafts = _adopted(name, target, drafts)
         except DraftError as error:
             drafts = Drafts([0] * len(jobs), target.ops.integers([]))
             drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
         if drafts.probs is None and any(job.grammar is not None for job in jobs):
-            drafts = _cut(target, jobs, drafts)
+            drafts = _cut(target, drafts, _allowed(jobs, drafts))
         drafts.makers = [name if count else "" for count in drafts.counts]
         self._charge(name, started)
         return drafts
@@ -122,18 +131,23 @@ class Router:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
 
 
-def _cut(target: Backend, jobs: Sequence[Job], drafts: Drafts) -> Drafts:
-    """Chains that are certain end before the first token that their job's constraint forbids: it would be refused.
+def _cut(target: Backend, drafts: Drafts, counts: Sequence[int]) -> Drafts:
+    """The first `counts[b]` tokens of each proposal. Only of chains that are certain: a sampled token must be judged,
+    whatever it is."""
+    if list(counts) == drafts.counts:
+        return drafts
+    kept = [proposal[:count] for proposal, count in zip(drafts.proposals(), counts, strict=True)]
+    tokens = target.ops.integers([token for proposal in kept for token in proposal])
+    return replace(drafts, counts=list(counts), tokens=tokens, _proposals=None)
 
-    Only those: a sampled token must be judged, whatever it is.
-    """
-    kept = []
+
+def _allowed(jobs: Sequence[Job], drafts: Drafts) -> list[int]:
+    """Up to the first token that a job's constraint forbids: it would be refused."""
+    counts = list(drafts.counts)
     for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
         if job.grammar is not None and index not in drafts.parents and index not in drafts.faults:
-            proposal = proposal[: next(_forbidden(job.grammar, proposal), len(proposal))]
-        kept.append(proposal)
-    tokens = target.ops.integers([token for proposal in kept for token in proposal])
-    return replace(drafts, counts=[len(proposal) for proposal in kept], tokens=tokens, _proposals=None)
+            counts[index] = next(_forbidden(job.grammar, proposal), len(proposal))
+    return counts
 
 
 def _forbidden(grammar: Grammar, proposal: Sequence[int]) -> Iterator[int]:
@@ -161,6 +175,10 @@ def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:
 def checked(name: str, target: Backend, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> Drafts:
     """What a drafter handed over, in the target's arrays."""
     _check_shapes(name, target.info, widths, trees, drafts)
+    return _adopted(name, target, drafts)
+
+
+def _adopted(name: str, target: Backend, drafts: Drafts) -> Drafts:
     drafts = target.ops.adopt(drafts)
     _check_values(name, target, drafts)
     return drafts

@@ -37,6 +37,9 @@ class Controller(Protocol):
         get them back. rows: tokens that other jobs are fed in the same pass.
         """
 
+    def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
+        """How many tokens of each looked-up proposal to judge (`Drafts.matched`)."""
+
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """What a round cost and brought."""
 
