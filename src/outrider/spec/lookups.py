@@ -20,8 +20,11 @@ from outrider.types import Ask, Drafts, Job
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of matches, where a class begins; the first has all below
 FIRST_GUESSES = (0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)  # how often a first token is kept, by class
-GUESS_WEIGHT = 6.0  # judged tokens a guess counts for
 PLACES = 4  # of a proposal that are told apart; later ones are like the last of them
+# Who was right up to a later place is likelier to go on to be
+GUESSES = [[1.0 - (1.0 - guess) / (1 + place) for place in range(PLACES)] for guess in FIRST_GUESSES]
+GUESS_WEIGHT = 6.0  # judged tokens a guess counts for
+WHOLE_WEIGHT = 8.0  # the same, of all classes together
 MEMORY = 200.0  # judged tokens that a class remembers
 FIRST_GAIN = 0.2  # tokens that asking is thought to bring, at first
 FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
@@ -30,35 +33,48 @@ NAP = 12  # rounds that a request is left alone when asking does not pay
 
 
 class Trust:
-    """How often looked-up tokens are kept, by the length of the match and the place of the token."""
+    """How often looked-up tokens are kept, by the length of the match and the place of the token.
+
+    A class of which little is known is thought to be as much better or worse than the first guess as all of them are.
+    """
 
     def __init__(self) -> None:
-        # [kept, judged]. Who was right up to a later place is likelier to go on to be.
-        self._tallies = [
-            [[GUESS_WEIGHT * (1.0 - (1.0 - guess) / (1 + place)), GUESS_WEIGHT] for place in range(PLACES)]
-            for guess in FIRST_GUESSES
-        ]
+        self._tallies = [[[0.0, 0.0] for _ in range(PLACES)] for _ in FIRST_GUESSES]  # [kept, judged]
+        self._whole = [0.0, 0.0, 0.0]  # kept, judged, and what the guesses had expected of those
+        self._factor = 1.0  # odds of being kept, over those of the guesses
 
     def chances(self, matched: int, count: int) -> list[float]:
         """For each of `count` tokens the probability that a proposal is kept up to there."""
-        tallies, chance, chances = self._tallies[bisect_right(LENGTHS, matched)], 1.0, []
+        length, chance, chances = bisect_right(LENGTHS, matched), 1.0, []
+        tallies = self._tallies[length]
         for place in range(count):
-            kept, judged = tallies[min(place, PLACES - 1)]
-            chance *= kept / judged
+            place = min(place, PLACES - 1)
+            odds = self._factor * GUESSES[length][place] / (1.0 - GUESSES[length][place])
+            kept, judged = tallies[place]
+            chance *= (kept + GUESS_WEIGHT * odds / (1.0 + odds)) / (judged + GUESS_WEIGHT)
             chances.append(chance)
         return chances
 
     def add(self, matched: int, proposal: Sequence[int], emitted: Sequence[int]) -> None:
         """What the target said where this was proposed, fed or not. A place counts if all before it were right."""
-        tallies = self._tallies[bisect_right(LENGTHS, matched)]
+        length = bisect_right(LENGTHS, matched)
         for place, (token, said) in enumerate(zip(proposal, emitted, strict=False)):
-            tally = tallies[min(place, PLACES - 1)]
-            tally[0] += token == said
-            tally[1] += 1.0
-            if tally[1] > MEMORY:
-                tally[0], tally[1] = 0.5 * tally[0], 0.5 * tally[1]
+            place = min(place, PLACES - 1)
+            for tally in (self._tallies[length][place], self._whole):
+                tally[0] += token == said
+                tally[1] += 1.0
+            self._whole[2] += GUESSES[length][place]
             if token != said:
-                return
+                break
+        for tally in (*self._tallies[length], self._whole):
+            if tally[1] > MEMORY:
+                tally[:] = [0.5 * count for count in tally]
+        kept, judged, expected = self._whole
+        if not judged:
+            return
+        usual = expected / judged
+        own = (kept + WHOLE_WEIGHT * usual) / (judged + WHOLE_WEIGHT)
+        self._factor = own * (1.0 - usual) / (usual * (1.0 - own))
 
 
 def worthwhile(chances: Sequence[float], rows: int, pass_s: PassSeconds, rate: float) -> tuple[int, float]:

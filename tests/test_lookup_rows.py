@@ -1,0 +1,154 @@
+"""How many rows a looked-up proposal gets: what the length of the match taught, what rows cost, and never a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.backends.mock import MockBackend
+from outrider.clock import VirtualClock
+from outrider.config import MockConfig
+from outrider.draft.lookup import ScriptedDrafter
+from outrider.draft.ngram import NgramDrafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.spec.lookups import Trust, worthwhile
+from outrider.types import Drafts, Job
+
+GREEDY = {"temperature": 0.0}
+LOOKUPS = [NgramDrafter, SuffixDrafter]
+
+
+class Counting(NgramDrafter):
+    """Knows how often it was asked, and for how much. Being asked may take time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: list[int] = []
+        self.clock, self.seconds = VirtualClock(), 0.0
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        self.widths += widths
+        self.clock.sleep(self.seconds)
+        return super().propose(jobs, widths, trees)
+
+
+def engine(*drafters: object, per_token: float, order: int | None = None) -> Engine:
+    """Lookups take no time; a pass takes a second, and so many more for every token in it."""
+    clock = VirtualClock()
+    config = MockConfig(vocab_size=8, seed=3, order=order, seconds_per_pass=1.0, seconds_per_token=per_token)
+    return Engine(MockBackend(config, clock=clock), drafters, clock=clock)
+
+
+def seconds(ours: Engine, **settings: object) -> float:
+    started = ours.clock.now()
+    ours.generate([1, 2, 3], max_tokens=400, **settings)
+    return ours.clock.now() - started
+
+
+def test_a_place_teaches_only_if_all_before_it_were_right() -> None:
+    trust, other = Trust(), Trust()
+    first = trust.chances(1, 1)[0]
+    for _ in range(50):
+        trust.add(1, [5, 6], [7, 6])
+        other.add(1, [5], [7])
+    assert trust.chances(1, 1)[0] < 0.5 * first
+    assert trust.chances(1, 2) == other.chances(1, 2), "the second place was never judged"
+
+
+def test_a_class_that_was_never_judged_is_thought_of_like_the_others() -> None:
+    trust = Trust()
+    before = trust.chances(8, 1)[0]
+    for _ in range(50):
+        trust.add(1, [5], [6])
+    assert trust.chances(8, 1)[0] < 0.5 * before
+
+
+def test_what_was_cut_off_teaches_as_well() -> None:
+    trust = Trust()
+    for _ in range(50):
+        trust.add(1, [5, 6, 7], [5])  # the target's own token, whether or not a draft was fed
+    assert trust.chances(1, 1)[0] > 0.8
+
+
+def test_it_forgets() -> None:
+    trust = Trust()
+    for _ in range(1000):
+        trust.add(4, [5], [5])
+    for _ in range(300):
+        trust.add(4, [5], [6])
+    assert trust.chances(4, 1)[0] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("chances", "pass_s", "wanted"),
+    [
+        ([0.9, 0.8, 0.1], lambda rows: 1.0, 3),  # rows for nothing
+        ([0.9, 0.8, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 2),
+        ([0.2, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 0),
+        ([0.9, 0.8, 0.7], lambda rows: 1.0 if rows == 1 else 3.5, 0),  # a second row is dear,
+        ([0.9] * 6, lambda rows: 1.0 if rows == 1 else 3.5, 6),  # but only that one
+    ],
+)
+def test_rows_are_judged_while_they_promise_more_than_they_cost(
+    chances: list[float], pass_s: object, wanted: int
+) -> None:
+    assert worthwhile(chances, 1, pass_s, rate=1.0)[0] == wanted
+
+
+def test_a_fast_rate_makes_rows_dearer() -> None:
+    assert worthwhile([0.5], 1, lambda rows: 1.0 + 0.3 * (rows - 1), rate=1.0)[0] == 1
+    assert worthwhile([0.5], 1, lambda rows: 1.0 + 0.3 * (rows - 1), rate=2.0)[0] == 0
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("per_token", [0.02, 0.2, 0.5, 1.0])
+def test_text_without_repetition_costs_nothing(lookup: type, per_token: float) -> None:
+    """Short matches are everywhere in random text, and prove nothing. That is found out within the first answer."""
+    for seed in range(4):
+        ours = engine(lookup(), per_token=per_token)
+        assert seconds(ours, width=0, seed=seed) / seconds(ours, seed=seed) > 0.97
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_text_that_repeats_itself_is_found(lookup: type) -> None:
+    """Greedy answers of the mock run in circles. Rows at a third of a pass: what is sure is worth all of them."""
+    ours = engine(lookup(), per_token=0.3, order=2)
+    plain = seconds(ours, width=0, **GREEDY)
+    assert plain / seconds(ours, **GREEDY) > 2.0
+
+
+def test_a_width_that_was_asked_for_is_not_cut() -> None:
+    drafter = Counting()
+    ours = engine(drafter, per_token=1.0)
+    counts = ours.generate([1, 2, 3], max_tokens=60, width=3, seed=1).statistics
+    assert set(drafter.widths) >= {3}
+    assert counts.drafted > 2 * (counts.rounds - 10), "short matches are proposed all the same"
+
+
+def test_a_request_that_finds_nothing_is_left_alone() -> None:
+    drafter = Counting()
+    ours = engine(drafter, per_token=2.0)
+    drafter.clock, drafter.seconds = ours.clock, 0.1
+    counts = ours.generate([1, 2, 3], max_tokens=400, seed=1).statistics
+    assert 10 < len(drafter.widths) < 0.25 * counts.rounds
+
+
+def test_where_a_lookup_is_not_worth_it_the_next_drafter_is_asked() -> None:
+    asked: list[int] = []
+
+    def script(tokens: Sequence[int], width: int) -> Sequence[int]:
+        asked.append(width)
+        return [0] * width
+
+    ours = engine(NgramDrafter(), ScriptedDrafter(script), per_token=0.02)
+    ours.generate([1, 2, 3], max_tokens=120, seed=1)
+    assert asked, "matches of one token are everywhere, but worth nothing"
+
+
+def test_answers_are_plain_ones() -> None:
+    ours = engine(NgramDrafter(), SuffixDrafter(), per_token=0.1)
+    for seed in range(3):
+        plain = ours.generate([1, 2, 3], max_tokens=200, width=0, seed=seed, accept="coupled")
+        assert ours.generate([1, 2, 3], max_tokens=200, seed=seed, accept="coupled").token_ids == plain.token_ids
