@@ -13,7 +13,7 @@ from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
-from outrider.spec.lookups import Trust, worthwhile
+from outrider.spec.lookups import Odds, Trust, hits_of, worthwhile
 from outrider.types import Drafts, Job
 
 GREEDY = {"temperature": 0.0}
@@ -48,53 +48,53 @@ def seconds(ours: Engine, **settings: object) -> float:
 
 
 def test_a_place_teaches_only_if_all_before_it_were_right() -> None:
-    trust, other = Trust(), Trust()
-    first = trust.chances(1, 1)[0]
-    for _ in range(50):
-        trust.add(1, [5, 6], [7, 6])
-        other.add(1, [5], [7])
-    assert trust.chances(1, 1)[0] < 0.5 * first
-    assert trust.chances(1, 2) == other.chances(1, 2), "the second place was never judged"
+    assert hits_of([5, 6], [7, 6]) == [False]
+    assert hits_of([5, 6, 7], [5, 6, 8, 9]) == [True, True, False]
+    assert hits_of([5, 6, 7], [5]) == [True], "what was cut off teaches as far as the target's own token goes"
 
 
-def test_a_class_that_was_never_judged_is_thought_of_like_the_others() -> None:
+def test_what_is_missed_is_trusted_less() -> None:
     trust = Trust()
-    before = trust.chances(8, 1)[0]
+    first, second = trust.shares(1, 2)
     for _ in range(50):
-        trust.add(1, [5], [6])
-    assert trust.chances(8, 1)[0] < 0.5 * before
-
-
-def test_what_was_cut_off_teaches_as_well() -> None:
-    trust = Trust()
-    for _ in range(50):
-        trust.add(1, [5, 6, 7], [5])  # the target's own token, whether or not a draft was fed
-    assert trust.chances(1, 1)[0] > 0.8
+        trust.add(1, [False])
+    missed, unjudged = trust.shares(1, 2)
+    assert missed < 0.3 * first
+    assert unjudged < second, "never judged, but thought of like the others"
+    assert trust.shares(8, 1)[0] < 0.5 * Trust().shares(8, 1)[0]
 
 
 def test_it_forgets() -> None:
     trust = Trust()
     for _ in range(1000):
-        trust.add(4, [5], [5])
+        trust.add(4, [True])
     for _ in range(300):
-        trust.add(4, [5], [6])
-    assert trust.chances(4, 1)[0] < 0.3
+        trust.add(4, [False])
+    assert trust.shares(4, 1)[0] < 0.3
+
+
+def test_a_request_of_its_own_kind_is_trusted_by_what_it_did() -> None:
+    own = Odds()
+    for _ in range(20):
+        own.add(0, 1, 0.7)
+    assert own.factor < 0.3
+    assert Trust().shares(4, 1, own.factor)[0] < 0.5 * Trust().shares(4, 1)[0]
 
 
 @pytest.mark.parametrize(
-    ("chances", "pass_s", "wanted"),
+    ("shares", "pass_s", "wanted"),
     [
-        ([0.9, 0.8, 0.1], lambda rows: 1.0, 3),  # rows for nothing
-        ([0.9, 0.8, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 2),
-        ([0.2, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 0),
-        ([0.9, 0.8, 0.7], lambda rows: 1.0 if rows == 1 else 3.5, 0),  # a second row is dear,
-        ([0.9] * 6, lambda rows: 1.0 if rows == 1 else 3.5, 6),  # but only that one
+        ([0.9, 0.9, 0.1], lambda rows: 1.0, 3),  # rows for nothing
+        ([0.9, 0.9, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 2),
+        ([0.2, 0.5], lambda rows: 1.0 + 0.3 * (rows - 1), 0),
+        ([0.95] * 2, lambda rows: 1.0 if rows == 1 else 3.5, 0),  # a second row is dear,
+        ([0.95] * 6, lambda rows: 1.0 if rows == 1 else 3.5, 6),  # but only that one
     ],
 )
 def test_rows_are_judged_while_they_promise_more_than_they_cost(
-    chances: list[float], pass_s: object, wanted: int
+    shares: list[float], pass_s: object, wanted: int
 ) -> None:
-    assert worthwhile(chances, 1, pass_s, rate=1.0)[0] == wanted
+    assert worthwhile(shares, 1, pass_s, rate=1.0)[0] == wanted
 
 
 def test_a_fast_rate_makes_rows_dearer() -> None:

@@ -301,7 +301,7 @@ class Run {
         const int parts = (group + MAX_QUERIES - 1) / MAX_QUERIES, size = (group + parts - 1) / parts;
         const int per_row = model_.num_kv_heads * parts;
         const auto looking = [&](int item) {
-            const int row = item / per_row, head = item % per_row / parts, first = item % parts * size;
+            const int row = item / parts % rows_, head = item / (parts * rows_), first = item % parts * size;
             return Looking{row, head, head * group + first, std::min(size, group - first)};
         };
         if (few_) return attend_in_parts(layer, number, rows_ * per_row, looking);

@@ -135,14 +135,14 @@ class AdaptiveController:
         return [_in_order(asks + own, room) for asks, own, room in zip(chosen, asked, rooms, strict=True)]
 
     def _apart(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> tuple[Rooms, Rooms]:
-        """Rooms of those who look text up, where the width is free; and of all others. Chains: of trees nothing can be
-        cut."""
+        """Rooms of those who look text up, where the width is free; and of all others."""
         looking: Rooms = []
         others: Rooms = []
         for job, room in zip(jobs, rooms, strict=True):
-            names = self._lookups.names if job.width is None and not job.tree else ()
-            looking.append(tuple(ask._replace(tree=False) for ask in room if ask.drafter in names))
-            others.append(tuple(ask for ask in room if ask.drafter not in names) if looking[-1] else room)
+            is_free = job.width is None and not job.tree  # of trees nothing can be cut
+            own, rest = self._lookups.split(room) if is_free else ((), room)
+            looking.append(own)
+            others.append(rest)
         return looking, others
 
     def _choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> Sequence[tuple[Ask, ...]]:

@@ -24,12 +24,32 @@ PLACES = 4  # of a proposal that are told apart; later ones are like the last of
 # Who was right up to a later place is likelier to go on to be
 GUESSES = [[1.0 - (1.0 - guess) / (1 + place) for place in range(PLACES)] for guess in FIRST_GUESSES]
 GUESS_WEIGHT = 6.0  # judged tokens a guess counts for
-WHOLE_WEIGHT = 8.0  # the same, of all classes together
+ODDS_WEIGHT = 8.0  # the same, of all classes together, and of one request beside the others
 MEMORY = 200.0  # judged tokens that a class remembers
 FIRST_GAIN = 0.2  # tokens that asking is thought to bring, at first
 FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
 FOLLOW = 0.1  # how quickly means follow
 NAP = 12  # rounds that a request is left alone when asking does not pay
+
+
+class Odds:
+    """How much better or worse something does than was expected of it, as a factor of the odds."""
+
+    __slots__ = ("_expected", "_judged", "_kept", "factor")
+
+    def __init__(self) -> None:
+        self._kept = self._judged = self._expected = 0.0
+        self.factor = 1.0
+
+    def add(self, kept: int, judged: int, expected: float) -> None:
+        self._kept += kept
+        self._judged += judged
+        self._expected += expected
+        if self._judged > MEMORY:
+            self._kept, self._judged, self._expected = 0.5 * self._kept, 0.5 * self._judged, 0.5 * self._expected
+        usual = self._expected / self._judged
+        own = (self._kept + ODDS_WEIGHT * usual) / (self._judged + ODDS_WEIGHT)
+        self.factor = own * (1.0 - usual) / (usual * (1.0 - own))
 
 
 class Trust:
@@ -40,51 +60,55 @@ class Trust:
 
     def __init__(self) -> None:
         self._tallies = [[[0.0, 0.0] for _ in range(PLACES)] for _ in FIRST_GUESSES]  # [kept, judged]
-        self._whole = [0.0, 0.0, 0.0]  # kept, judged, and what the guesses had expected of those
-        self._factor = 1.0  # odds of being kept, over those of the guesses
+        self._whole = Odds()
 
-    def chances(self, matched: int, count: int) -> list[float]:
-        """For each of `count` tokens the probability that a proposal is kept up to there."""
-        length, chance, chances = bisect_right(LENGTHS, matched), 1.0, []
-        tallies = self._tallies[length]
-        for place in range(count):
-            place = min(place, PLACES - 1)
-            odds = self._factor * GUESSES[length][place] / (1.0 - GUESSES[length][place])
-            kept, judged = tallies[place]
-            chance *= (kept + GUESS_WEIGHT * odds / (1.0 + odds)) / (judged + GUESS_WEIGHT)
-            chances.append(chance)
-        return chances
+    def shares(self, matched: int, count: int, factor: float = 1.0) -> list[float]:
+        """For each of `count` tokens the probability that it is kept if those before it are. factor: of the odds."""
+        length, shares = bisect_right(LENGTHS, matched), []
+        for place in range(min(count, PLACES)):
+            kept, judged = self._tallies[length][place]
+            guess = _shifted(GUESSES[length][place], self._whole.factor)
+            shares.append(_shifted((kept + GUESS_WEIGHT * guess) / (judged + GUESS_WEIGHT), factor))
+        return shares + shares[-1:] * (count - len(shares))
 
-    def add(self, matched: int, proposal: Sequence[int], emitted: Sequence[int]) -> None:
-        """What the target said where this was proposed, fed or not. A place counts if all before it were right."""
-        length = bisect_right(LENGTHS, matched)
-        for place, (token, said) in enumerate(zip(proposal, emitted, strict=False)):
+    def add(self, matched: int, hits: Sequence[bool]) -> None:
+        """Whether the tokens of a proposal were right, in order up to the first that was not."""
+        length, expected = bisect_right(LENGTHS, matched), 0.0
+        for place, hit in enumerate(hits):
             place = min(place, PLACES - 1)
-            for tally in (self._tallies[length][place], self._whole):
-                tally[0] += token == said
-                tally[1] += 1.0
-            self._whole[2] += GUESSES[length][place]
-            if token != said:
-                break
-        for tally in (*self._tallies[length], self._whole):
+            tally = self._tallies[length][place]
+            tally[0] += hit
+            tally[1] += 1.0
             if tally[1] > MEMORY:
-                tally[:] = [0.5 * count for count in tally]
-        kept, judged, expected = self._whole
-        if not judged:
-            return
-        usual = expected / judged
-        own = (kept + WHOLE_WEIGHT * usual) / (judged + WHOLE_WEIGHT)
-        self._factor = own * (1.0 - usual) / (usual * (1.0 - own))
+                tally[:] = 0.5 * tally[0], 0.5 * tally[1]
+            expected += GUESSES[length][place]
+        self._whole.add(sum(hits), len(hits), expected)
 
 
-def worthwhile(chances: Sequence[float], rows: int, pass_s: PassSeconds, rate: float) -> tuple[int, float]:
+def _shifted(share: float, factor: float) -> float:
+    """The probability whose odds are `factor` times those of `share`."""
+    return share * factor / (1.0 - share + share * factor)
+
+
+def hits_of(proposal: Sequence[int], emitted: Sequence[int]) -> list[bool]:
+    """Whether proposed tokens are what the target said there, fed or not, up to the first that is not."""
+    hits: list[bool] = []
+    for token, said in zip(proposal, emitted, strict=False):
+        hits.append(token == said)
+        if token != said:
+            break
+    return hits
+
+
+def worthwhile(shares: Sequence[float], rows: int, pass_s: PassSeconds, rate: float) -> tuple[int, float]:
     """How many tokens of a proposal to judge in a pass of so many rows without them, and what they gain in tokens.
 
-    rate: tokens per second otherwise. Tokens less the rate's share of the time: at the best rate that there is, what
-    makes the most of it makes the rate.
+    shares: for each token the probability that it is kept if those before it are. rate: tokens per second otherwise;
+    a row must bring more than passes at that rate bring in its time.
     """
-    best, most, promised, before_s = 0, 0.0, 0.0, pass_s(rows)
-    for count, chance in enumerate(chances, 1):
+    best, most, promised, chance, before_s = 0, 0.0, 0.0, 1.0, pass_s(rows)
+    for count, share in enumerate(shares, 1):
+        chance *= share
         promised += chance
         gain = promised - (pass_s(rows + count) - before_s) * rate
         if gain > most:
@@ -99,6 +123,18 @@ class Found(NamedTuple):
     trust: Trust
     matched: int
     proposal: Sequence[int]
+    shares: Sequence[float]
+
+
+class Account:
+    """What lookups did for one job."""
+
+    __slots__ = ("gain", "nap", "odds")
+
+    def __init__(self) -> None:
+        self.odds = Odds()  # of what is found for it, beside others
+        self.gain = FIRST_GAIN  # tokens that asking brings on average, rows paid
+        self.nap = 0  # rounds it is left alone
 
 
 class Lookups:
@@ -114,8 +150,16 @@ class Lookups:
         self._plain_rate = 0.0  # tokens per second of such a pass
         self._speed = 1.0  # of late, over plain decoding
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
-        self._gains: dict[int, float] = {}  # job -> tokens that asking gained on average
-        self._naps: dict[int, int] = {}  # job -> rounds it is left alone
+        self._accounts: dict[int, Account] = {}  # by job
+        self._parts: dict[tuple[Ask, ...], tuple[tuple[Ask, ...], tuple[Ask, ...]]] = {}  # of rooms: there are few
+
+    def split(self, room: tuple[Ask, ...]) -> tuple[tuple[Ask, ...], tuple[Ask, ...]]:
+        """A room as what is for these drafters, in chains, and the rest. Asked for in every round, so it is kept."""
+        parts = self._parts.get(room)
+        if parts is None:
+            own = tuple(ask._replace(tree=False) for ask in room if ask.drafter in self.names)
+            parts = self._parts[room] = own, tuple(ask for ask in room if ask.drafter not in self.names)
+        return parts
 
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> list[tuple[Ask, ...]]:
         """What of each room to ask for: all of it, or nothing. rows: of the pass, without drafts."""
@@ -126,10 +170,13 @@ class Lookups:
         return asked
 
     def _is_awake(self, job: Job) -> bool:
-        left = self._naps.get(job.id, 0)
-        if left:
-            self._naps[job.id] = left - 1
-        return not left
+        account = self._accounts.get(job.id)
+        if account is None:
+            account = self._accounts[job.id] = Account()
+        if account.nap:
+            account.nap -= 1
+            return False
+        return True
 
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each proposal to judge."""
@@ -138,33 +185,33 @@ class Lookups:
             return counts
         cost = self._cost_s.get(drafter, FIRST_COST / self._plain_rate) * self._plain_rate / len(jobs)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
-            matched, gain = drafts.matched[index], 0.0
-            if matched and index not in drafts.faults:
-                trust = self._trust.setdefault((drafter, job.params.temperature > 0.0), Trust())
-                self._found.append(Found(job, trust, matched, proposal))
-                if job.width is None:
-                    chances, rate = trust.chances(matched, len(proposal)), self._speed * self._plain_rate
-                    counts[index], gain = worthwhile(chances, self._rows, self._pass_s, rate)
-            if job.width is None and index not in drafts.parents:
-                self._note(job, gain, cost)
+            account = self._accounts.get(job.id)
+            if account is not None and job.width is None and index not in drafts.parents:
+                counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
+                account.gain += FOLLOW * (gain - account.gain)
+                account.nap = NAP if account.gain < cost else 0
             self._rows += counts[index]
         return counts
 
-    def _note(self, job: Job, gain: float, cost: float) -> None:
-        """Asking cost something and gained something, in tokens; where that does not pay, the job is left alone."""
-        mean = self._gains.get(job.id, FIRST_GAIN)
-        mean += FOLLOW * (gain - mean)
-        self._gains[job.id] = mean
-        if mean < cost:
-            self._naps[job.id] = NAP
+    def _weigh(
+        self, drafter: str, job: Job, account: Account, matched: int, proposal: Sequence[int]
+    ) -> tuple[int, float]:
+        if not proposal:
+            return 0, 0.0
+        trust = self._trust.setdefault((drafter, job.params.temperature > 0.0), Trust())
+        shares = trust.shares(matched, len(proposal), account.odds.factor)
+        self._found.append(Found(job, trust, matched, proposal, shares))
+        return worthwhile(shares, self._rows, self._pass_s, self._speed * self._plain_rate)
 
     def learn(self, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        if not self._is_asked and not self._found:
+        if not self._is_asked:
             return
         emitted = {job.id: outcome.emitted for job, outcome in outcomes}
-        for job, trust, matched, proposal in self._found:
-            if job.id in emitted:
-                trust.add(matched, proposal, job.tokens[len(job.tokens) - emitted[job.id] :])
+        for job, trust, matched, proposal, shares in self._found:
+            hits = hits_of(proposal, job.tokens[len(job.tokens) - emitted.get(job.id, 0) :])
+            if hits and job.id in emitted:
+                trust.add(matched, hits)
+                self._accounts[job.id].odds.add(sum(hits), len(hits), sum(shares[: len(hits)]))
         self._found, self._is_asked = [], False
         for name, seconds in times.drafters.items():
             if name in self.names:
@@ -176,5 +223,4 @@ class Lookups:
             self._speed = max(1.0, self._speed + FOLLOW * (speed - self._speed))
 
     def forget(self, job: Job) -> None:
-        self._gains.pop(job.id, None)
-        self._naps.pop(job.id, None)
+        self._accounts.pop(job.id, None)

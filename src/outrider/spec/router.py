@@ -6,7 +6,6 @@ What drafters hand over is checked here, and what they raise becomes the error o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock
@@ -90,13 +89,13 @@ class Router:
                 drafts = drafter.propose(jobs, widths, trees)
                 _check_shapes(name, target.info, widths, trees, drafts)
                 if worth is not None and any(drafts.matched):
-                    drafts = _cut(target, drafts, worth(name, jobs, drafts))
+                    _cut(target, drafts, worth(name, jobs, drafts))
                 drafts = _adopted(name, target, drafts)
         except DraftError as error:
             drafts = Drafts([0] * len(jobs), target.ops.integers([]))
             drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
         if drafts.probs is None and any(job.grammar is not None for job in jobs):
-            drafts = _cut(target, drafts, _allowed(jobs, drafts))
+            _cut(target, drafts, _allowed(jobs, drafts))
         drafts.makers = [name if count else "" for count in drafts.counts]
         self._charge(name, started)
         return drafts
@@ -131,14 +130,14 @@ class Router:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
 
 
-def _cut(target: Backend, drafts: Drafts, counts: Sequence[int]) -> Drafts:
+def _cut(target: Backend, drafts: Drafts, counts: Sequence[int]) -> None:
     """The first `counts[b]` tokens of each proposal. Only of chains that are certain: a sampled token must be judged,
     whatever it is."""
     if list(counts) == drafts.counts:
-        return drafts
+        return
     kept = [proposal[:count] for proposal, count in zip(drafts.proposals(), counts, strict=True)]
-    tokens = target.ops.integers([token for proposal in kept for token in proposal])
-    return replace(drafts, counts=list(counts), tokens=tokens, _proposals=None)
+    drafts.tokens = target.ops.integers([token for proposal in kept for token in proposal])
+    drafts.counts, drafts._proposals = list(counts), kept
 
 
 def _allowed(jobs: Sequence[Job], drafts: Drafts) -> list[int]:
