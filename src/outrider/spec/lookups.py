@@ -147,7 +147,7 @@ class Lookups:
         self._found: list[Found] = []  # in this round
         self._is_asked = False  # any of them, in this round
         self._rows = 0  # of this round's pass, without drafts
-        self._plain_rate = 0.0  # tokens per second of such a pass
+        self._plain_rate = 0.0  # tokens per second without drafts, when nobody reads a prompt
         self._speed = 1.0  # of late, over plain decoding
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
         self._accounts: dict[int, Account] = {}  # by job
@@ -164,7 +164,7 @@ class Lookups:
     def choose(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]], rows: int) -> list[tuple[Ask, ...]]:
         """What of each room to ask for: all of it, or nothing. rows: of the pass, without drafts."""
         self._found, self._rows = [], rows
-        self._plain_rate = len(jobs) / self._pass_s(rows)
+        self._plain_rate = len(jobs) / self._pass_s(len(jobs))
         asked = [room if room and self._is_awake(job) else () for job, room in zip(jobs, rooms, strict=True)]
         self._is_asked = any(asked)
         return asked
