@@ -65,7 +65,10 @@ def tables(report: Report) -> list[Table]:
     whole = kinds[0] if len(kinds) == 1 else ALL
     found = [_overview(whole, by_style)]
     if len(kinds) > 1:
-        found.append(_by_kind(kinds, by_style))
+        found.append(_by_kind("By kind of work, of plain", kinds, by_style, lambda row: row.ratio_to_plain))
+        if any(row.ratio_after_first for row in report.rows):
+            title = "The same, after the first token"
+            found.append(_by_kind(title, kinds, by_style, lambda row: row.ratio_after_first))
     return [*found, _insides(whole, by_style)]
 
 
@@ -92,13 +95,15 @@ def _overview(whole: str, by_style: dict[Style, dict[str, Row]]) -> Table:
     return Table(title, [*heads, "plain's text"], lines)
 
 
-def _by_kind(kinds: Sequence[str], by_style: dict[Style, dict[str, Row]]) -> Table:
+def _by_kind(
+    title: str, kinds: Sequence[str], by_style: dict[Style, dict[str, Row]], ratio: Callable[[Row], float | None]
+) -> Table:
     lines = [
-        [*_names(style), *(_of(rows.get(kind), lambda row: _number(row.ratio_to_plain, "{:.2f}x")) for kind in kinds)]
+        [*_names(style), *(_of(rows.get(kind), lambda row: _number(ratio(row), "{:.2f}x")) for kind in kinds)]
         for style, rows in by_style.items()
         if style.method != PLAIN
     ]
-    return Table("By kind of work, of plain", ["engine", "method", "width", *kinds], lines)
+    return Table(title, ["engine", "method", "width", *kinds], lines)
 
 
 def _insides(whole: str, by_style: dict[Style, dict[str, Row]]) -> Table:

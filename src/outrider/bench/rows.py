@@ -8,7 +8,7 @@ kinds is the geometric mean of their ratios: every kind weighs the same, however
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -41,7 +41,8 @@ class Row:
 
     `identical` says whether every answer was plain's of the same engine; `first_difference` is the earliest token that
     was not. `agrees_with_outrider` is how much of the answers, on average, comes before the first difference from our
-    own plain ones: whether engines run the same model. `time_split` is in shares of the whole time.
+    own plain ones: whether engines run the same model. `time_split` is in shares of the whole time. `ratio_after_first`
+    is of the time after the first token: reading a long prompt takes as long with drafts as without.
     """
 
     engine: str
@@ -55,6 +56,7 @@ class Row:
     ratio_to_plain: float | None
     ratio_to_plain_low: float | None
     ratio_to_plain_high: float | None
+    ratio_after_first: float | None
     tokens_per_round: float | None
     acceptance_rate: float | None
     acceptance_by_position: list[float] | None
@@ -105,7 +107,7 @@ class Record:
         speeds = [_speed(list(by_task.values())) for by_task in taken.values()]
         speed = Span.of(speeds)
         assert speed is not None
-        ratio = Span.of(self._ratios(style, kinds))
+        ratio, after = (Span.of(self._ratios(style, kinds, part)) for part in (_whole, _after_first))
         rounds, drafted = (sum(getattr(answer, name) for answer in answers) for name in ("rounds", "drafted"))
         differences = self._differences(style, kinds) if is_comparable else None
         told = None if differences is None else [at for at in differences if at is not None]
@@ -121,6 +123,7 @@ class Record:
             ratio_to_plain=None if ratio is None else ratio.median,
             ratio_to_plain_low=None if ratio is None else ratio.low,
             ratio_to_plain_high=None if ratio is None else ratio.high,
+            ratio_after_first=None if after is None else after.median,
             tokens_per_round=sum(answer.num_tokens for answer in answers) / rounds if rounds else None,
             acceptance_rate=sum(answer.accepted for answer in answers) / drafted if drafted else None,
             acceptance_by_position=_by_position(answers),
@@ -145,17 +148,19 @@ class Record:
         most = max(map(len, found.values()), default=0)
         return {repeat: answers for repeat, answers in found.items() if len(answers) == most}
 
-    def _ratios(self, style: Style, kinds: Sequence[str]) -> list[float]:
-        """One for each repeat: the geometric mean over the kinds, of plain's seconds over this way's."""
+    def _ratios(self, style: Style, kinds: Sequence[str], part: Callable[[Answer], float]) -> list[float]:
+        """One for each repeat: the geometric mean over the kinds, of plain's seconds over this way's, in a part of the
+        time."""
         by_repeat: dict[int, list[float]] = {}
         for kind in kinds:
             ours, plain = self._taken(style, [kind]), self._taken(_plain(style), [kind])
             for repeat in ours.keys() & plain.keys():
                 both = ours[repeat].keys() & plain[repeat].keys()
                 if both:
-                    seconds = sum(ours[repeat][task].seconds for task in both)
-                    ratio = sum(plain[repeat][task].seconds for task in both) / seconds
-                    by_repeat.setdefault(repeat, []).append(ratio)
+                    seconds = sum(part(ours[repeat][task]) for task in both)
+                    if seconds:
+                        ratio = sum(part(plain[repeat][task]) for task in both) / seconds
+                        by_repeat.setdefault(repeat, []).append(ratio)
         most = max(map(len, by_repeat.values()), default=0)
         return [prod(ratios) ** (1.0 / most) for _, ratios in sorted(by_repeat.items()) if len(ratios) == most]
 
@@ -193,6 +198,15 @@ class Record:
 
 def _plain(style: Style) -> Style:
     return Style(style.engine, PLAIN, 0)
+
+
+def _whole(answer: Answer) -> float:
+    return answer.seconds
+
+
+def _after_first(answer: Answer) -> float:
+    """Seconds after the first token. Of prompts answered together there is no one such moment."""
+    return answer.seconds - answer.first_s if len(answer.tokens) == 1 else 0.0
 
 
 def _speed(answers: Sequence[Answer]) -> float:
