@@ -116,7 +116,7 @@ template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const 
 
 // Weights are read once and in order; asking for them early keeps the arithmetic from waiting. They are not needed again
 // soon (the last 0), so that they do not drive from the caches what is: Python's part of a pass is a third shorter.
-constexpr int AHEAD = 768;
+constexpr int AHEAD = 640;
 template <int bytes> INLINE void fetch_ahead(const uint8_t *at) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + AHEAD + line, 0, 0);
 }
