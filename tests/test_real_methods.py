@@ -38,6 +38,7 @@ SHAPES = {
 GREEDY = SamplingParams(temperature=0.0)
 PER_KIND = int(os.environ.get("OUTRIDER_PER_KIND", "2"))
 MOST_TIES = 1 if why_not() else 0
+CACHE = 120_000  # tokens: prompts are read once for all shapes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def heads(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 
 @pytest.fixture(scope="module")
 def plain(path: Path) -> Engine:
-    return Engine.load(path, draft="none", context=2048)
+    return Engine.load(path, draft="none", context=2048, cache_tokens=CACHE)
 
 
 def answers(engine: Engine, prompts: list[list[int]], length: int, **shape: object) -> list[list[int]]:
@@ -103,7 +104,7 @@ def test_every_shape_says_the_same(
 ) -> None:
     prompts = [encode(plain, prompt)[:700] for some in work.values() for prompt in some[:PER_KIND]]
     wanted = answers(plain, prompts, 32)
-    engine = Engine.load(path, draft=drafts_of(method, heads), context=2048)
+    engine = Engine.load(path, draft=drafts_of(method, heads), context=2048, cache_tokens=CACHE)
     for name, (width, tree) in SHAPES.items():
         engine.reset_statistics()
         ours = answers(engine, prompts, 32, width=width, tree=tree)
@@ -126,7 +127,7 @@ def test_longer_answers_say_the_same(
     prompts = [encode(plain, some[-1])[:700] for some in work.values()]
     prompts = (prompts + [encode(plain, some[0])[:700] for some in work.values()])[:8]
     wanted = answers(plain, prompts, 64)
-    engine = Engine.load(path, draft=drafts_of(method, heads), context=2048)
+    engine = Engine.load(path, draft=drafts_of(method, heads), context=2048, cache_tokens=CACHE)
     ties = differences(plain, prompts, answers(engine, prompts, 64, width=5, tree=False), wanted)
     with capsys.disabled():
         print(f"\n{method}, 8 answers of 64 tokens at width 5: near-ties {ties or 'none'}", end="")  # noqa: T201

@@ -54,6 +54,14 @@ class RunningAhead(Protocol):
         `observe` tells what became of them."""
 
 
+class LookingUp(Protocol):
+    """A drafter whose proposals are found, not computed: certain, at next to no cost, and with `Drafts.matched`, by which
+    the engine cuts them (`spec/lookups.py`)."""
+
+    @property
+    def looks_up(self) -> bool: ...
+
+
 class Pausing(Protocol):
     """A drafter that keeps something of a job that gave its place up and will come back. Others are told `forget`."""
 

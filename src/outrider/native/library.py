@@ -23,7 +23,7 @@ def library() -> ctypes.CDLL:
     OUTRIDER_NATIVE_LIBRARY is the path of another one to use, for instance one with checks compiled in.
     """
     named = os.environ.get("OUTRIDER_NATIVE_LIBRARY")
-    loaded = _load(Path(named)) if named else _open(FOLDER)
+    loaded = _load(Path(named), "name another in OUTRIDER_NATIVE_LIBRARY, or unset it") if named else _open(FOLDER)
     _choose(loaded, os.environ.get("OUTRIDER_ISA"))
     return loaded
 
@@ -57,18 +57,20 @@ def _open(folder: Path) -> ctypes.CDLL:
     return _load(path)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, cure: str = "") -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeMissingError(f"the native library cannot be loaded: {error}; {INSTALL}") from error
+        raise NativeMissingError(f"the native library cannot be loaded: {error}; {cure or INSTALL}") from error
     try:
         number = int(loaded.outrider_abi())
         _declare(loaded)
     except AttributeError as error:
-        raise NativeMissingError(f"the native library is not of this version ({error}); {REBUILD}") from error
+        raise NativeMissingError(f"the native library is not of this version ({error}); {cure or REBUILD}") from error
     if number != ABI:
-        raise NativeMissingError(f"the native library has interface {number}, this version needs {ABI}; {REBUILD}")
+        raise NativeMissingError(
+            f"the native library has interface {number}, this version needs {ABI}; {cure or REBUILD}"
+        )
     return loaded
 
 
