@@ -55,8 +55,8 @@ class RunningAhead(Protocol):
 
 
 class LookingUp(Protocol):
-    """A drafter whose proposals are found, not computed: certain, at next to no cost, and with `Drafts.matched`, by which
-    the engine cuts them (`spec/lookups.py`)."""
+    """A drafter whose proposals are found, not computed: certain, at next to no cost, and with `Drafts.matched`, by
+    which the engine cuts them (`spec/lookups.py`)."""
 
     @property
     def looks_up(self) -> bool: ...
