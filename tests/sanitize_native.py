@@ -55,12 +55,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _runtime() -> str:
-    """Of the address checks: it must be loaded before Python."""
-    asked = subprocess.run([*find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True)
-    path = asked.stdout.strip()
-    if not Path(path).is_absolute():
+    """Of the address checks: it must be loaded before Python, and with it what other libraries throw by."""
+    checks, throwing = (_found(name) for name in ("libasan.so", "libstdc++.so.6"))
+    if checks is None:
         sys.exit("libasan.so was not found; install gcc, and set CXX=g++ if another compiler comes first")
-    return path
+    return f"{checks} {throwing or ''}".strip()
+
+
+def _found(name: str) -> str | None:
+    asked = subprocess.run([*find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True)
+    path = asked.stdout.strip()
+    return path if Path(path).is_absolute() else None
 
 
 def fuzz(count: int) -> int:
