@@ -31,7 +31,7 @@ SURE = 4.0  # samples of a pass, where they differ by chance
 SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
 CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
 LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
-LONGEST_HOLD = 8.0  # rounds a decision stands
+LONGEST_HOLD = 16.0  # rounds a decision stands
 LONGEST_DELAY = 2  # rounds it stands when jobs come and go
 MOST_ATTEMPTS = 3  # rounds that an unknown drafter is asked, whatever is expected of it
 WORTH_TRYING = 100  # tokens to come, for that
@@ -160,7 +160,7 @@ class AdaptiveController:
         if not is_same or not self._known.knows_plain:
             self._hold = 1.0
         self._decide(self._survey(rows))
-        self._hold = min(LONGEST_HOLD, self._hold + (1.0 if self._asks == before else 0.25))
+        self._hold = min(LONGEST_HOLD, 2.0 * self._hold if self._asks == before else self._hold + 0.25)
         return self._asks
 
     def _take_over(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> bool:

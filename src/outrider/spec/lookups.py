@@ -26,9 +26,10 @@ GUESSES = [[1.0 - (1.0 - guess) / (1 + place) for place in range(PLACES)] for gu
 GUESS_WEIGHT = 6.0  # judged tokens a guess counts for
 ODDS_WEIGHT = 8.0  # the same, of all classes together, and of one request beside the others
 MEMORY = 200.0  # judged tokens that a class remembers
-FIRST_GAIN = 0.2  # tokens that asking is thought to bring, at first
+FIRST_GAIN = 0.1  # tokens that asking is thought to bring, at first
 FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
 FOLLOW = 0.1  # how quickly means follow
+SLOWLY = 0.02  # and that of all requests
 NAP = 12  # rounds that a request is left alone when asking does not pay
 
 
@@ -131,9 +132,9 @@ class Account:
 
     __slots__ = ("gain", "nap", "odds")
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float) -> None:
         self.odds = Odds()  # of what is found for it, beside others
-        self.gain = FIRST_GAIN  # tokens that asking brings on average, rows paid
+        self.gain = gain  # tokens that asking brings on average, rows paid
         self.nap = 0  # rounds it is left alone
 
 
@@ -151,6 +152,7 @@ class Lookups:
         self._speed = 1.0  # of late, over plain decoding
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
         self._accounts: dict[int, Account] = {}  # by job
+        self._gain = FIRST_GAIN  # of all of them: what a new one is thought to be like
         self._parts: dict[tuple[Ask, ...], tuple[tuple[Ask, ...], tuple[Ask, ...]]] = {}  # of rooms: there are few
 
     def split(self, room: tuple[Ask, ...]) -> tuple[tuple[Ask, ...], tuple[Ask, ...]]:
@@ -172,7 +174,7 @@ class Lookups:
     def _is_awake(self, job: Job) -> bool:
         account = self._accounts.get(job.id)
         if account is None:
-            account = self._accounts[job.id] = Account()
+            account = self._accounts[job.id] = Account(self._gain)
         if account.nap:
             account.nap -= 1
             return False
@@ -189,6 +191,7 @@ class Lookups:
             if account is not None and job.width is None and index not in drafts.parents:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
                 account.gain += FOLLOW * (gain - account.gain)
+                self._gain += SLOWLY * (gain - self._gain)
                 account.nap = NAP if account.gain < cost else 0
             self._rows += counts[index]
         return counts
