@@ -19,7 +19,8 @@ from outrider.spec.choice import PassSeconds
 from outrider.types import Ask, Drafts, Job
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of matches, where a class begins; the first has all below
-FIRST_GUESSES = (0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)  # how often a first token is kept, by class
+# How often a first token is kept, by class. Low: what is better than that shows for nothing, what is worse costs rows
+FIRST_GUESSES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 PLACES = 4  # of a proposal that are told apart; later ones are like the last of them
 # Who was right up to a later place is likelier to go on to be
 GUESSES = [[1.0 - (1.0 - guess) / (1 + place) for place in range(PLACES)] for guess in FIRST_GUESSES]
@@ -30,6 +31,7 @@ FIRST_GAIN = 0.1  # tokens that asking is thought to bring, at first
 FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
 FOLLOW = 0.1  # how quickly means follow
 SLOWLY = 0.02  # and that of all requests
+AROUND = 2.0  # asking costs so many times what the drafter takes: choosing, cutting and learning come with it
 NAP = 12  # rounds that a request is left alone when asking does not pay
 
 
@@ -185,7 +187,8 @@ class Lookups:
         counts = list(drafts.counts)
         if not self._plain_rate:  # all widths are fixed
             return counts
-        cost = self._cost_s.get(drafter, FIRST_COST / self._plain_rate) * self._plain_rate / len(jobs)
+        seconds = self._cost_s.get(drafter, FIRST_COST / self._plain_rate)
+        cost = AROUND * seconds * self._plain_rate / len(jobs)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             account = self._accounts.get(job.id)
             if account is not None and job.width is None and index not in drafts.parents:
