@@ -8,11 +8,12 @@ import pytest
 
 from outrider.backends.mock import MockBackend
 from outrider.clock import VirtualClock
-from outrider.config import MockConfig
+from outrider.config import MockConfig, NgramConfig
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
+from outrider.errors import DraftError
 from outrider.spec.lookups import Odds, Trust, hits_of, worthwhile
 from outrider.types import Drafts, Job
 
@@ -133,6 +134,34 @@ def test_a_request_that_finds_nothing_is_left_alone() -> None:
     drafter.clock, drafter.seconds = ours.clock, 0.1
     counts = ours.generate([1, 2, 3], max_tokens=400, seed=1).statistics
     assert 10 < len(drafter.widths) < 0.25 * counts.rounds
+
+
+def test_a_request_that_never_matches_is_left_alone_too() -> None:
+    drafter = Counting()
+    drafter.config = NgramConfig(min_n=6, max_n=8)  # longer than what repeats itself in random text
+    ours = engine(drafter, per_token=0.1)
+    drafter.clock, drafter.seconds = ours.clock, 0.1
+    counts = ours.generate([1, 2, 3], max_tokens=400, seed=1).statistics
+    assert len(drafter.widths) < 0.25 * counts.rounds
+
+
+def test_a_job_that_failed_while_drafts_were_kept_does_not_end_the_others() -> None:
+    """Its account is gone when the round is learned from."""
+    ours = engine(NgramDrafter(), per_token=0.01, order=2)
+    streams = ours.open_streams([[1, 2, 3], [3, 2, 1]], max_tokens=60, **GREEDY)
+    for _ in range(20):
+        ours.step()
+    observe = ours.loop.router.observe
+
+    def fail_one(*given: object) -> tuple[int, dict[str, DraftError]]:
+        ours.loop.router.observe = observe
+        told = observe(*given)
+        ours.loop._fail(next(iter(ours.loop.jobs.values())), DraftError("it broke"))
+        return told
+
+    ours.loop.router.observe = fail_one
+    ours.step()
+    assert len([*streams[1]]) > 0 and len(streams[1].result.token_ids) == 60
 
 
 def test_where_a_lookup_is_not_worth_it_the_next_drafter_is_asked() -> None:

@@ -214,10 +214,11 @@ class Lookups:
             return
         emitted = {job.id: outcome.emitted for job, outcome in outcomes}
         for job, trust, matched, proposal, shares in self._found:
-            hits = hits_of(proposal, job.tokens[len(job.tokens) - emitted.get(job.id, 0) :])
-            if hits and job.id in emitted:
+            account = self._accounts.get(job.id)
+            if account is not None and emitted.get(job.id):  # else it has failed
+                hits = hits_of(proposal, job.tokens[-emitted[job.id] :])
                 trust.add(matched, hits)
-                self._accounts[job.id].odds.add(sum(hits), len(hits), sum(shares[: len(hits)]))
+                account.odds.add(sum(hits), len(hits), sum(shares[: len(hits)]))
         self._found, self._is_asked = [], False
         for name, seconds in times.drafters.items():
             if name in self.names:

@@ -88,7 +88,7 @@ class Router:
             with blaming(DraftError, f"the {name} draft failed"):
                 drafts = drafter.propose(jobs, widths, trees)
                 _check_shapes(name, target.info, widths, trees, drafts)
-                if worth is not None and any(drafts.matched):
+                if worth is not None and drafts.matched:
                     _cut(target, drafts, worth(name, jobs, drafts))
                 drafts = _adopted(name, target, drafts)
         except DraftError as error:
@@ -205,6 +205,8 @@ def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequ
                 f"the {name} draft gave parents {parents} for {counts[index]} tokens; each must come after its parent",
                 param="parents",
             )
+    if drafts.matched and len(drafts.matched) != len(counts):
+        raise DraftError(f"the {name} draft told {len(drafts.matched)} lengths of matches for {len(counts)} proposals")
     if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
         raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
 
