@@ -148,8 +148,8 @@ def test_a_request_that_never_matches_is_left_alone_too() -> None:
 def test_a_job_that_failed_while_drafts_were_kept_does_not_end_the_others() -> None:
     """Its account is gone when the round is learned from."""
     ours = engine(NgramDrafter(), per_token=0.01, order=2)
-    streams = ours.open_streams([[1, 2, 3], [3, 2, 1]], max_tokens=60, **GREEDY)
-    for _ in range(20):
+    streams = ours.open_streams([[1, 2, 3], [3, 2, 1]], max_tokens=400, **GREEDY)
+    for _ in range(12):
         ours.step()
     observe = ours.loop.router.observe
 
@@ -161,7 +161,9 @@ def test_a_job_that_failed_while_drafts_were_kept_does_not_end_the_others() -> N
 
     ours.loop.router.observe = fail_one
     ours.step()
-    assert len([*streams[1]]) > 0 and len(streams[1].result.token_ids) == 60
+    with pytest.raises(DraftError, match="it broke"):
+        list(streams[0])
+    assert list(streams[1]) and len(streams[1].result.token_ids) == 400
 
 
 def test_where_a_lookup_is_not_worth_it_the_next_drafter_is_asked() -> None:
