@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from array_api_compat import is_numpy_namespace, is_torch_array
+from array_api_compat import is_numpy_array, is_numpy_namespace, is_torch_array
 
 from outrider.errors import OutriderError
 from outrider.sampling.accept import Layout, Ruling, build_layout, match, reject
@@ -65,7 +65,7 @@ class SamplingOps:
 
     def adopt(self, drafts: Drafts) -> Drafts:
         """Drafts of another array library or device as this one's. Converted once a round; a no-op when alike."""
-        if is_torch_array(drafts.tokens) and is_numpy_namespace(self.xp):
+        if is_numpy_namespace(self.xp) and not is_numpy_array(drafts.tokens) and is_torch_array(drafts.tokens):
             drafts.tokens = drafts.tokens.cpu()
             drafts.probs = None if drafts.probs is None else drafts.probs.detach().cpu()
         drafts.tokens = self.integers(drafts.tokens)
