@@ -88,7 +88,7 @@ class Router:
             with blaming(DraftError, f"the {name} draft failed"):
                 drafts = drafter.propose(jobs, widths, trees)
                 _check_shapes(name, target.info, widths, trees, drafts)
-                if worth is not None and drafts.matched:
+                if worth is not None and drafts.matched and drafts.probs is None:  # what was sampled is judged
                     _cut(target, drafts, worth(name, jobs, drafts))
                 drafts = _adopted(name, target, drafts)
         except DraftError as error:
