@@ -6,7 +6,7 @@ INSTALL := OUTRIDER_NATIVE=0 $(BIN)/python -m pip install --quiet --disable-pip-
 
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: run test test-page load lint format real identity serving proofs sanitize bench benchmarks clean
+.PHONY: run test test-page load lint format real identity serving proofs gpu-kernels sanitize bench benchmarks clean
 
 run: .venv/.native      ## fetch the default model and answer a question with it
 	$(BIN)/outrider generate --chat "$(QUESTION)" --seed 1
@@ -43,8 +43,12 @@ identity: .venv/.dev    ## greedy identity with plain decoding on the default mo
 serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of virtual time, the default model under pressure
 	$(BIN)/python -m pytest -s -m slow tests/test_serving_machine.py tests/test_snapshot.py tests/test_real_serving.py
 
-proofs: .venv/.dev      ## the whole grid of joint-distribution proofs
+proofs: .venv/.dev      ## the whole grid of joint-distribution proofs; bits of rows in the GPU's kernels, interpreted
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
+	$(BIN)/python -m pytest -n auto -m slow tests/test_transformer.py
+
+gpu-kernels: .venv/.dev ## compile the GPU's kernels for three generations of GPUs; needs none
+	$(BIN)/python tests/compile_kernels.py
 
 sanitize: .venv/.dev    ## the native library with checks of memory and undefined behaviour: its tests, 200 random models
 	$(BIN)/python tests/sanitize_native.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from outrider.backends.mock import MockBackend
@@ -15,7 +16,9 @@ from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import DraftError
 from outrider.spec.lookups import Odds, Trust, hits_of, worthwhile
-from outrider.types import Drafts, Job
+from outrider.spec.router import Router
+from outrider.types import Ask, Drafts, Job, Plan
+from test_sampling import job
 
 GREEDY = {"temperature": 0.0}
 LOOKUPS = [NgramDrafter, SuffixDrafter]
@@ -183,3 +186,20 @@ def test_answers_are_plain_ones() -> None:
     for seed in range(3):
         plain = ours.generate([1, 2, 3], max_tokens=200, width=0, seed=seed, accept="coupled")
         assert ours.generate([1, 2, 3], max_tokens=200, seed=seed, accept="coupled").token_ids == plain.token_ids
+
+
+class Sampling(NgramDrafter):
+    """A lookup that draws its tokens by chance and says from which rows."""
+
+    def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
+        tokens = np.arange(sum(widths)) % 8
+        return Drafts(list(widths), tokens, np.full((len(tokens), 8), 0.125, dtype=np.float32), matched=list(widths))
+
+
+@pytest.mark.parametrize(("lookup", "judged"), [(Sampling, 3), (NgramDrafter, 0)])
+def test_what_was_drawn_by_chance_is_judged_and_never_cut(lookup: type, judged: int) -> None:
+    """Leaving a sampled token out because of what it is would break the law; a certain one may be left out."""
+    target = MockBackend(MockConfig(vocab_size=8))
+    router = Router([lookup()], target.info, VirtualClock())
+    plan = Plan([], [], [job(8, prompt=[1, 2, 1, 2, 1])], [(Ask("ngram", 3),)])
+    assert router.propose(target, plan, (), lambda *_: [0]).counts == [judged]

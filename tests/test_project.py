@@ -88,10 +88,12 @@ def test_what_runs_without_torch() -> None:
         "    except outrider.OutriderError as error:\n        print(module.name, 'torch')\n"
     )
     told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
-    theirs = ["attention", "eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
+    cuda = ["backend", "choosing", "forward", "kernels", "layout", "program", "sampling", "twins"]
+    theirs = ["attention", *(f"cuda.{name}" for name in cuda)]
+    theirs += ["eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]
     expected = [f"outrider.backends.{name} torch" for name in theirs]
-    expected += [f"outrider.{name} torch" for name in ("draft.eagle", "draft.medusa")]
+    expected += [f"outrider.{name} torch" for name in ("bench.gpu", "bench.gpu_checks", "draft.eagle", "draft.medusa")]
     expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
     assert told == expected
 

@@ -4,6 +4,7 @@ the tokens come, whatever shares the pass, and after every way a cache can be ch
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.base import Spans
+from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.forward import run_layers
 from outrider.backends.transformer import TransformerBackend
 from outrider.engine.engine import Engine
@@ -45,15 +47,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[f"{family}{kind}" for family in FAMILIES for kind in ("", ".gguf")])
+INTERPRETED = [pytest.param(f"{family}@triton", marks=pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.fixture(params=[f"{family}{kind}" for family in FAMILIES for kind in ("", ".gguf", "@twins")] + INTERPRETED)
 def pair(request: pytest.FixtureRequest, files: Path) -> tuple[TransformerBackend, Any]:
-    """A backend and what it must compute."""
-    model = request.param
-    return load(files / model), reference(model.removesuffix(".gguf"))
+    """A backend and what it must compute. @: the GPU's, with its kernels' twins, or the kernels interpreted."""
+    model, _, kernels = request.param.partition("@")
+    return load(files / model, kernels=kernels), reference(model.removesuffix(".gguf"))
 
 
-def load(path: Path, num_pages: int = 64, page_size: int = 4) -> TransformerBackend:
-    return TransformerBackend(open_model(path), Pages(num_pages, page_size))
+def load(path: Path, num_pages: int = 64, page_size: int = 4, kernels: str = "", strict: bool = False) -> Any:
+    file, pages = open_model(path), Pages(num_pages, page_size)
+    if not kernels:
+        return TransformerBackend(file, pages, strict=strict)
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    how = importlib.import_module(f"outrider.backends.cuda.{'kernels' if kernels == 'triton' else kernels}")
+    return GpuBackend(file, pages, device="cpu", dtype=torch.float32, kernels=how, strict=strict)
 
 
 def truth(model: Any, tokens: Sequence[int]) -> np.ndarray:
@@ -224,12 +235,37 @@ def test_a_short_and_a_long_sequence_are_not_padded_to_each_other(files: Path) -
         assert error(row, truth(model, [*tokens, token])[-1]) < 1e-4
 
 
-def test_without_torchscript_the_same_function_runs_from_python(pair: tuple[TransformerBackend, Any]) -> None:
-    backend, model = pair
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_torchscript_the_same_function_runs_from_python(files: Path, family: str) -> None:
+    backend, model = load(files / family), reference(family)
     assert isinstance(backend._run_layers, torch.jit.ScriptFunction), "TorchScript took the layers"
     backend._run_layers = run_layers
     tokens = text(30)
     assert error(feed(backend, opened(backend), tokens), truth(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_stretches_on_a_gpu_are_attended_to_by_torch(
+    files: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New prompts, prompts with a beginning that is known, and decodes beside them, in one pass."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.LONG", 6)
+    backend, model = load(files / family, kernels="twins"), reference(family)
+    texts = [text(count, seed=count) for count in (20, 33, 12, 25)]
+    slots = [opened(backend) for _ in texts]
+    known = [0, 9, 11, 0]
+    for slot, tokens, count in zip(slots, texts, known, strict=True):
+        if count:
+            feed(backend, slot, tokens[:count])
+    fed = [tokens[count:] for tokens, count in zip(texts, known, strict=True)]
+    rows = [1, 24, 1, 0]
+    flat = np.array([token for part in fed for token in part])
+    scores = backend.score(Spans(slots, known, [len(part) for part in fed], rows, flat), hidden=(1,))
+    wanted = np.concatenate([truth(model, t)[len(t) - n :] for t, n in zip(texts, rows, strict=True)])
+    assert error(scores.logits, wanted) < 1e-4
+    lone = opened(backend)
+    again = Spans([lone], [0], [20], [1], np.array(texts[0]))
+    assert error(scores.hidden[1][:20], backend.score(again, hidden=(1,)).hidden[1]) < 1e-4
 
 
 def test_saved_and_loaded(pair: tuple[TransformerBackend, Any]) -> None:
@@ -367,10 +403,11 @@ def test_a_prefix_hit_serves_the_draft_too(files: Path) -> None:
     assert other.token_ids == first.token_ids and sum(fed) > 200
 
 
+@pytest.mark.parametrize("kernels", ["", "twins", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_strict_rows_have_the_same_bits_however_they_come(files: Path, family: str) -> None:
+def test_strict_rows_have_the_same_bits_however_they_come(files: Path, family: str, kernels: str) -> None:
     """Whole, chunked, one by one, beside others, as a path of a tree, after a prefix hit: equal to the last bit."""
-    backend = TransformerBackend(open_model(files / family), Pages(128, 4), strict=True)
+    backend = load(files / family, 128, 4, kernels, strict=True)
     tokens = text(43)
     wanted = feed(backend, opened(backend), tokens)
     assert error(wanted, truth(reference(family), tokens)) < 1e-4

@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 
 USUAL_WIDTH = 16  # the most tokens drafted for a request, unless somebody says otherwise
 NUM_BYTES = 256
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("auto", "native", "torch", "hf", "mock")
 
 
@@ -88,7 +89,8 @@ class ModelConfig:
     `backend` "auto" runs GGUF files on a CPU with our own kernels ("native"), everything else with torch. `context`
     caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory of their
     keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of what
-    else is in its pass; natively they always are.
+    else is in its pass; natively they always are. `dtype` is what torch keeps weights, keys and values in: bfloat16 on
+    a GPU and float32 on a CPU if it is left out.
     """
 
     backend: str = "auto"
@@ -99,8 +101,11 @@ class ModelConfig:
     cache_bytes: int | None = None
     page_size: int = 16
     strict: bool = False
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", param="backend")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -61,6 +61,8 @@ class Spans:
 
         fed      t  a  b   then  c  d
         parents -1  0  0        -1  0  0  1  3
+
+    `goes_on` is a hint: plain decoding of one sequence, which most likely feeds the token chosen from this row next.
     """
 
     slots: list[Slot]
@@ -69,6 +71,7 @@ class Spans:
     rows: list[int]
     tokens: Array  # [sum(counts)] integers, slot after slot
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    goes_on: bool = False
 
 
 class Backend(Protocol):

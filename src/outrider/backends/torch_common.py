@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,9 +18,18 @@ def sampling_for(device: torch.device) -> SamplingOps:
     """On the CPU sampling is numpy's: its small operations cost a quarter of torch's, and sharing memory is free."""
     if device.type == "cpu":
         return SamplingOps(np)
+    if find_spec("triton") is not None:
+        from outrider.backends.cuda.sampling import DeviceSampling
+
+        return DeviceSampling(device)
     import array_api_compat.torch as xp
 
     return SamplingOps(xp, device)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels and events go to the current device, which is the first one unless somebody says otherwise."""
+    return torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext()
 
 
 def dtype_for(device: torch.device) -> torch.dtype:

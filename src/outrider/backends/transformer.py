@@ -46,13 +46,14 @@ class TransformerBackend(PagedSequences):
         vocab_size: int | None = None,
         context: int | None = None,
         device: str = "cpu",
+        dtype: torch.dtype | None = None,
         strict: bool = False,
     ) -> None:
         spec = file.spec
         assert isinstance(spec, TransformerSpec), f"{file.path} holds a {spec.family}"
         self.spec, self.pages = spec, pages
         self.device = torch.device(device)
-        dtype = dtype_for(self.device)
+        dtype = dtype or dtype_for(self.device)
         self.info = info_of(file, spec, pages, vocab_size, context)
         self.ops = sampling_for(self.device)
         self.weights = Loader(file, spec, dtype, self.device).load()

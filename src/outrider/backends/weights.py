@@ -65,7 +65,7 @@ class Loader:
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             tensor = tensor_of(self.file.read(name))
-            whole[start : start + shape[0]] = tensor if scale is None else tensor * scale
+            whole[start : start + shape[0]] = tensor if scale is None else tensor * scale.to(tensor.device)
             start += shape[0]
             self._advance(math.prod(shape) * self.dtype.itemsize)
         return whole

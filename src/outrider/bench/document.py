@@ -21,7 +21,8 @@ Tell = Callable[[str], None]
 WIDTHS = (1, 3, 6)  # that the simulator is compared at
 WORK = {kind: OWN[kind] for kind in ("extraction", "code", "summary", "chat")}  # where lookups find something, or not
 INTRODUCTION = """Written by `{command}` on {day}, commit {commit}. Ratios are to plain decoding of the same engine,
-measured in turn in the same run, so a noisy machine hits both alike. Speeds are of this machine on this day."""
+measured in turn in the same run, so a noisy machine hits both alike. Speeds are of this machine on this day.
+On a GPU: [benchmarks-gpu.md](benchmarks-gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

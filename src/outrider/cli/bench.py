@@ -197,6 +197,25 @@ def kernels(
 
 
 @app.command()
+def gpu(
+    random: Annotated[
+        str, typer.Option(help="The shape whose speed is measured, with random weights.")
+    ] = "llama-3.1-8b",
+    model: Annotated[
+        str | None, typer.Option(help="A model that is checked, and measured as it speaks; left out: random weights.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cuda:N")] = "cuda",
+    out: Annotated[Path | None, typer.Option(help="Where to write a page with all of it.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """On a GPU: first whether everything is right, then how fast passes and plain decoding are beside its limits."""
+    from outrider.cli.bench_gpu import show_gpu
+
+    show_gpu(random, model, device, quick, as_json, out)
+
+
+@app.command()
 def passes(
     model: given.Model = given.DEFAULT,
     peer: Annotated[list[str] | None, typer.Option(help="llama-cpp, beside ours.")] = None,

@@ -35,6 +35,7 @@ MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than t
 Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable, whatever the width or draft.")]
 Accept = Annotated[str, typer.Option(help="auto, rejection or coupled")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits whatever else is in a pass; slower.")]
+Dtype = Annotated[str, typer.Option(help="On a GPU: bfloat16, float16 or float32; auto is bfloat16.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 SaveAfter = Annotated[
@@ -79,6 +80,7 @@ def loading(
     tree: bool | None,
     run_ahead: bool,
     strict: bool,
+    dtype: str,
     threads: int | None,
     context: int | None,
 ) -> dict[str, Any]:
@@ -98,6 +100,7 @@ def loading(
         "backend": backend,
         "device": device,
         "strict": strict,
+        "dtype": dtype,
         "threads": threads,
         "context": context,
     }

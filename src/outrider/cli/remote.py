@@ -14,7 +14,15 @@ from outrider.cli.answer import tint
 from outrider.cli.conversation import Message
 from outrider.errors import MissingPackageError, NotReadyError, OutriderError, RequestError
 
-HELD = ("backend", "device", "run_ahead", "strict", "threads", "context")  # of loading: the server has decided them
+HELD = (
+    "backend",
+    "device",
+    "run_ahead",
+    "strict",
+    "dtype",
+    "threads",
+    "context",
+)  # of loading: the server has decided them
 
 
 class RemotePartner:

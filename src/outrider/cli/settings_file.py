@@ -27,6 +27,7 @@ KEYS: dict[str, tuple[type, ...]] = {
     "threads": (int,),
     "context": (int,),
     "strict": (bool,),
+    "dtype": (str,),
 }
 
 

@@ -55,7 +55,7 @@ class LayerSkipDrafter:
             fed.append(sprout.feed())
             if sprout.is_tree:
                 parents[index] = sprout.fed_parents
-        tokens = self.view.ops.integers([token for tokens in fed for token in tokens])
+        tokens = self.view.ops.fed([token for tokens in fed for token in tokens])
         counts = [len(tokens) for tokens in fed]
         rows = [len(sprout.tips) for sprout in sprouts]
         scores = self.view.score(Spans(slots, starts, counts, rows, tokens, parents))

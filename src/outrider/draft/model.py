@@ -231,7 +231,7 @@ class ModelDrafter:
                 starts=starts,
                 counts=[len(tokens) for tokens in fed],
                 rows=rows,
-                tokens=self.backend.ops.integers([token for tokens in fed for token in tokens]),
+                tokens=self.backend.ops.fed([token for tokens in fed for token in tokens]),
                 parents=parents or {},
             )
         )

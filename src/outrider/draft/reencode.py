@@ -266,6 +266,6 @@ class ReencodeDrafter:
             starts=starts,
             counts=[len(tokens) for tokens in fed],
             rows=[rows] * len(seats),
-            tokens=self.backend.ops.integers([token for tokens in fed for token in tokens]),
+            tokens=self.backend.ops.fed([token for tokens in fed for token in tokens]),
         )
         return self.backend.score(spans).logits

@@ -340,7 +340,7 @@ class TranslatedBackend:
                 num_rows += rows[-1]
             if index in spans.parents:
                 parents[index] = _expand(spans.parents[index], line, sizes)
-        logits = self.draft.score(Spans(spans.slots, starts, counts, rows, self.ops.integers(fed), parents)).logits
+        logits = self.draft.score(Spans(spans.slots, starts, counts, rows, self.ops.fed(fed), parents)).logits
         for slot, new in zip(spans.slots, ends, strict=True):
             self._lines[slot].ends += new
         if len(picked) < num_rows:

@@ -130,7 +130,7 @@ def _load(
 
 def _refuse_unused(config: ModelConfig, what: str) -> None:
     """Settings of loading that nothing would be loaded with."""
-    for name in ("device", "threads", "context", "cache_tokens", "cache_bytes", "strict"):
+    for name in ("device", "threads", "context", "cache_tokens", "cache_bytes", "strict", "dtype"):
         if getattr(config, name) != getattr(ModelConfig(), name):
             raise ConfigError(f"{name} is for models that are loaded by name, not for {what}; leave it out", param=name)
 

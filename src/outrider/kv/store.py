@@ -13,7 +13,7 @@ from outrider.kv.pages import Page
 class PageStore:
     """Keys and values of every layer, by place. Memory is reserved and not touched: unused pages cost nothing on a CPU.
 
-    whole: uninitialised [layers, places, keys | values]
+    whole: [layers, places, keys | values], of any content
     """
 
     def __init__(self, whole: torch.Tensor, num_heads: int, page_size: int) -> None:

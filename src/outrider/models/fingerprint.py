@@ -11,6 +11,8 @@ BLOCKS = 256  # of each file, evenly spread: any other quantisation, fine-tune o
 
 def fingerprint(path: Path) -> str:
     """Of a model file, or of a folder with its weights."""
+    if str(path).startswith("random:"):
+        return str(path)
     files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
     digest = blake2b(digest_size=16)
     for file in files:

@@ -9,10 +9,13 @@ from outrider.models.base import check_shapes
 from outrider.models.folder import FolderFile
 from outrider.models.gguf import GGUFFile
 from outrider.models.heads import head_kind
+from outrider.models.random_file import PREFIX, RandomFile
 
 
-def open_model(path: Path) -> GGUFFile | FolderFile:
+def open_model(path: Path) -> GGUFFile | FolderFile | RandomFile:
     """The model at `path` with every tensor it needs in its place, or a ModelFileError that says what is wrong."""
+    if str(path).startswith(PREFIX):
+        return RandomFile(str(path).removeprefix(PREFIX))
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:

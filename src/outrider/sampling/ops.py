@@ -52,6 +52,10 @@ class SamplingOps:
     def integers(self, values: Sequence[int]) -> Array:
         return self.xp.asarray(values, dtype=self.xp.int64, device=self.device)
 
+    def fed(self, tokens: Sequence[int]) -> Array:
+        """Tokens for a pass of the model this belongs to."""
+        return self.integers(tokens)
+
     def one_hot(self, tokens: Array, vocab_size: int) -> Array:
         """Rows that are certain of their token. [N] -> [N, V]"""
         ids = self.xp.arange(vocab_size, device=self.device)
@@ -133,7 +137,7 @@ class SamplingOps:
 
     def _judge(self, rule: Callable[..., Ruling], jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         """All jobs under one rule."""
-        layout = self._layout_of(drafts.counts, scores.counts)
+        layout = self.layout(drafts.counts, scores.counts)
         controls = self._controls_of(jobs, scores.counts)
         positions = self._int32([len(job.tokens) for job in jobs])
         if layout.num_drafts:
@@ -149,9 +153,7 @@ class SamplingOps:
 
     def _judge_trees(self, is_matching: bool, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         """All jobs under one rule, their drafts trees."""
-        xp, parents = self.xp, [drafts.parents[index] for index in range(len(jobs))]
-        key = ("tree", *map(tuple, parents))
-        layout = remember(self._trees, key, lambda: build_tree_layout(xp, self.device, parents))
+        xp, layout = self.xp, self.tree_layout([drafts.parents[index] for index in range(len(jobs))])
         controls = self._controls_of(jobs, scores.counts)
         positions = self._int32([len(job.tokens) for job in jobs])[layout.owner] + layout.depth
         shaped = shape(xp, scores.logits, controls, self._history(jobs, drafts, scores))
@@ -204,7 +206,11 @@ class SamplingOps:
         at = self.integers(_members(scores.counts, chosen))
         return Scores([scores.counts[index] for index in chosen], scores.logits[at, ...])
 
-    def _layout_of(self, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
+    def tree_layout(self, parents: Sequence[Sequence[int]]) -> TreeLayout:
+        key = ("tree", *map(tuple, parents))
+        return remember(self._trees, key, lambda: build_tree_layout(self.xp, self.device, parents))
+
+    def layout(self, drafted: Sequence[int], rows: Sequence[int]) -> Layout:
         key = (tuple(drafted), tuple(rows))
         return remember(self._layouts, key, lambda: build_layout(self.xp, self.device, drafted, rows))
 

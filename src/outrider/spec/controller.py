@@ -183,6 +183,13 @@ class AdaptiveController:
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
         return self._lookups.worth(drafter, jobs, drafts)
 
+    def rests(self, job: Job) -> bool:
+        if all(name in self._lookups.names for name in job.drafters):
+            return self._lookups.rests(job)
+        stands = self._left > 0 and self._jobs == [job] and not any(ask.width for ask in self._asks[0])
+        looks = any(name in self._lookups.names for name in job.drafters)
+        return stands and (not looks or self._lookups.rests(job))
+
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:
             self._lookups.learn(times, outcomes)

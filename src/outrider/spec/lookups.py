@@ -32,7 +32,8 @@ FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
 FOLLOW = 0.1  # how quickly means follow
 SLOWLY = 0.02  # and that of all requests
 AROUND = 2.0  # asking costs so many times what the drafter takes: choosing, cutting and learning come with it
-NAP = 12  # rounds that a request is left alone when asking does not pay
+NAP = 12  # rounds that a request is left alone when asking does not pay; again and again, twice as many each time,
+BEARABLE = 0.005  # until asking costs no more than this share of the time
 
 
 class Odds:
@@ -132,12 +133,13 @@ class Found(NamedTuple):
 class Account:
     """What lookups did for one job."""
 
-    __slots__ = ("gain", "nap", "odds")
+    __slots__ = ("gain", "nap", "naps", "odds")
 
     def __init__(self, gain: float) -> None:
         self.odds = Odds()  # of what is found for it, beside others
         self.gain = gain  # tokens that asking brings on average, rows paid
         self.nap = 0  # rounds it is left alone
+        self.naps = 0  # one after another
 
 
 class Lookups:
@@ -153,6 +155,7 @@ class Lookups:
         self._plain_rate = 0.0  # tokens per second without drafts, when nobody reads a prompt
         self._speed = 1.0  # of late, over plain decoding
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
+        self._round_s: dict[bool, float] = {}  # of rounds without drafts, by whether somebody was asked
         self._accounts: dict[int, Account] = {}  # by job
         self._gain = FIRST_GAIN  # of all of them: what a new one is thought to be like
         self._parts: dict[tuple[Ask, ...], tuple[tuple[Ask, ...], tuple[Ask, ...]]] = {}  # of rooms: there are few
@@ -187,17 +190,32 @@ class Lookups:
         counts = list(drafts.counts)
         if not self._plain_rate:  # all widths are fixed
             return counts
-        seconds = self._cost_s.get(drafter, FIRST_COST / self._plain_rate)
-        cost = AROUND * seconds * self._plain_rate / len(jobs)
+        seconds = AROUND * self._cost_s.get(drafter, FIRST_COST / self._plain_rate)
+        if len(self._round_s) == 2:  # a GPU is not told what comes next while somebody is asked: that costs, too
+            seconds = max(seconds, self._round_s[True] - self._round_s[False])
+        cost = seconds * self._plain_rate / len(jobs)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             account = self._accounts.get(job.id)
             if account is not None and job.width is None and index not in drafts.parents:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
                 account.gain += FOLLOW * (gain - account.gain)
                 self._gain += SLOWLY * (gain - self._gain)
-                account.nap = NAP if account.gain < cost else 0
+                self._lay_down(account, cost)
             self._rows += counts[index]
         return counts
+
+    def _lay_down(self, account: Account, cost: float) -> None:
+        """Who does not gain what asking costs is left alone: for long, where that is dear and was so before."""
+        if account.gain >= cost:
+            account.nap = account.naps = 0
+            return
+        account.nap = min(NAP << account.naps, max(NAP, int(cost / BEARABLE)))
+        account.naps = min(account.naps + 1, 8)
+
+    def rests(self, job: Job) -> bool:
+        """Whether the job will be left alone in the next round, too."""
+        account = self._accounts.get(job.id)
+        return account is not None and account.nap > 0
 
     def _weigh(
         self, drafter: str, job: Job, account: Account, matched: int, proposal: Sequence[int]
@@ -210,6 +228,10 @@ class Lookups:
         return worthwhile(shares, self._rows, self._pass_s, self._speed * self._plain_rate)
 
     def learn(self, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        if times.steady and len(outcomes) == times.num_fed == 1:
+            seconds = times.draft_s + times.score_s + times.judge_s
+            mean = self._round_s.setdefault(self._is_asked, seconds)
+            self._round_s[self._is_asked] += FOLLOW * (min(seconds, 2.0 * mean) - mean)
         if not self._is_asked:
             return
         emitted = {job.id: outcome.emitted for job, outcome in outcomes}

@@ -14,9 +14,10 @@ from outrider.spec.blame import blaming
 from outrider.types import Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
-def score(target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = ()) -> Scores:
+def score(target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = (), goes_on: bool = False) -> Scores:
     """ONE target pass for prompt chunks, pending tokens and drafts alike."""
     spans, info = _spans(target, plan, drafts), target.info
+    spans.goes_on = goes_on
     with blaming(BackendError, "the target failed while scoring"):
         scores = target.score(spans, hidden) if hidden else target.score(spans)  # a simple model knows no hidden states
         if not isinstance(scores, Scores):
@@ -123,7 +124,7 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         rows.append(len(ahead) + 1)
         if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1:  # the end of the prompt is in here
             rows[-1] = counts[-1]
-    return Spans(slots, starts, counts, rows, target.ops.integers(fed), parents)
+    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents)
 
 
 def slot_of(job: Job) -> Slot:

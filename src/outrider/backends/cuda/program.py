@@ -1,0 +1,154 @@
+"""One pass over arrays of fixed sizes: run as it stands, or recorded once as a CUDA graph and replayed.
+
+A graph replays kernels with the arguments they were recorded with, so everything that differs between passes lies in
+one array of integers (`layout.py`), and a pass with fewer rows is filled up: what fills it reads and writes a place of
+the cache that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.backends.cuda.forward import Buffers, Constants, Long, build_buffers, run_layers
+from outrider.backends.cuda.layout import Ints, Rows, Shape, fill, most_splits, size_of, view
+from outrider.backends.weights import Weights
+from outrider.models.base import TransformerSpec
+
+
+class Model(NamedTuple):
+    """What all passes of a model have in common."""
+
+    spec: TransformerSpec
+    weights: Weights
+    held: Sequence[torch.Tensor]  # keys and values of each layer
+    kernels: Any
+    constants: Constants
+    frequencies: torch.Tensor
+    scratch: int  # the place that belongs to nobody
+    pool: Any = None  # memory that all graphs share
+
+
+@dataclass(slots=True)
+class Work:
+    """What passes of so many rows work in."""
+
+    buffers: Buffers
+    logits: torch.Tensor  # of the rows wanted
+    holder: Program | None = None  # whose results are in here
+
+
+def build_work(
+    spec: TransformerSpec,
+    rows: int,
+    like: torch.Tensor,
+    seats: tuple[int, int] | None = None,
+    num_wanted: int | None = None,
+) -> Work:
+    """seats: rows in groups, and splits of each; None: as many as there may ever be."""
+    seated, num_splits = seats or (rows, most_splits(spec.num_kv_heads))
+    logits = torch.empty(rows if num_wanted is None else num_wanted, spec.num_columns, device=like.device)
+    return Work(build_buffers(rows, seated * num_splits, spec, like), logits)
+
+
+class Program:
+    """Everything a pass of one shape needs; `run` may be called again and again."""
+
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        room: int,
+        hidden: Sequence[int],
+        work: Work,
+        num_splits: int | None = None,
+        wanted: torch.Tensor | None = None,
+        long: Sequence[Long] = (),
+    ) -> None:
+        """room: integers of the table. num_splits: of a row at most. wanted: rows whose logits are computed, or all."""
+        device = model.weights.embedding.device
+        self.model, self.hidden, self.wanted, self.long = model, hidden, wanted, long
+        self.room = room
+        size = size_of(shape) + room
+        self._staged = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host: Ints = self._staged.numpy()
+        self._numbers = torch.empty(size, dtype=torch.int32, device=device)
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.layout = view(self._numbers, shape, num_splits or most_splits(model.spec.num_kv_heads))
+        self.work, self.buffers, self.logits = work, work.buffers, work.logits
+        self.states: dict[int, torch.Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._upload = (self._numbers, self._staged)
+
+    def stage(self, rows: Rows) -> None:
+        """Write down the next pass, but for its tokens; while another one runs, if that can be."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the pass before this one has read what is written over now
+        used = fill(rows, self.layout.shape, self.model.scratch, self._host)
+        self._upload = (self._numbers[:used], self._staged[:used])
+
+    def run(self, tokens: Any) -> None:
+        """What was staged, with these tokens, which may be on the device already. Fills `logits` and `states`."""
+        on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
+        if not on_device:
+            self._host[: len(tokens)] = tokens
+        self.work.holder = self
+        there, here = self._upload
+        there.copy_(here, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        if on_device:
+            self.layout["tokens"][: len(tokens)].copy_(tokens)
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._graph is not None
+
+    def record(self) -> None:
+        """From the next run on it is a graph. Has run at least once, so that nothing is built while recording."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.model.pool, capture_error_mode="thread_local"):
+            self._compute()
+        self._graph = graph
+
+    def _compute(self) -> None:
+        model, layout, buffers = self.model, self.layout, self.buffers
+        weights, spec, x = model.weights, model.spec, buffers.x
+        torch.index_select(weights.embedding, 0, layout["tokens"], out=x)
+        turns = self._turns(layout["positions"])
+        num_layers, done = len(weights.layers), 0
+        inner = sorted({layer for layer in self.hidden if layer <= num_layers} | {num_layers})
+        for stop in inner:
+            run_layers(
+                model.kernels, weights.layers[done:stop], done, model.held, buffers,
+                layout if layout.shape.groups else None, turns, layout["places"], self.long, model.constants,
+            )  # fmt: skip
+            if stop in self.hidden:
+                self._state(stop).copy_(x)
+            done = stop
+        if self.wanted is not None and spec.num_layers + 1 not in self.hidden:
+            x = x.index_select(0, self.wanted)
+        normed = buffers.normed[: len(x)]
+        model.kernels.normed(x, normed, norm=model.constants.floor, weight=weights.norm)
+        if spec.num_layers + 1 in self.hidden:
+            self._state(spec.num_layers + 1).copy_(normed)
+            normed = normed if self.wanted is None else normed.index_select(0, self.wanted)
+        if len(normed):
+            model.kernels.product(normed, weights.output.t(), self.logits, tile=model.constants.tile)
+
+    def _turns(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosine and sine of how far each pair of a head turns. [rows, pairs, 2]"""
+        angles = positions[:, None] * self.model.frequencies
+        return torch.stack([angles.cos(), angles.sin()], dim=-1) * self.model.spec.rope.scale
+
+    def _state(self, layer: int) -> torch.Tensor:
+        if layer not in self.states:
+            self.states[layer] = torch.empty_like(self.buffers.x)
+        return self.states[layer]

@@ -1,0 +1,82 @@
+"""`outrider bench gpu` on the terminal, and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from outrider.bench.machine import machine, versions
+from outrider.bench.report import check_folder
+from outrider.engine.runner import require_torch
+from outrider.errors import ConfigError
+from outrider.models.random_file import PREFIX
+from outrider.models.source import ModelSource
+
+if TYPE_CHECKING:
+    from outrider.bench.gpu import Line
+    from outrider.bench.gpu_checks import Check
+
+CHECKED = "smollm2-135m"  # random weights whose logits are looked at, where no model is named
+
+
+def show_gpu(shape: str, model: str | None, device: str, quick: bool, as_json: bool, out: Path | None) -> None:
+    require_torch("bench gpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use; bench gpu measures one, bench kernels measures a CPU")
+    if out is not None:
+        check_folder(out, "out")
+    from outrider.bench import gpu, gpu_checks
+
+    checked = str(ModelSource.parse(model).fetch()) if model is not None else PREFIX + CHECKED
+    checks: list[Check] = []
+    for check in gpu_checks.checks(checked, device, quick):
+        checks.append(check)
+        if as_json:
+            typer.echo(json.dumps({**check._asdict(), "good": check.is_good}))
+        else:
+            word = "" if check.limit is None else "ok" if check.is_good else "WRONG"
+            typer.echo(f"{word:<5} {check.name:<72}{check.value:>10.2g}")
+    measured = [gpu.readings(PREFIX + shape, device, quick)]
+    if model is not None:
+        measured.append(gpu.texts(checked, device, quick))
+    lines: list[Line] = []
+    for line in chain.from_iterable(measured):
+        lines.append(line)
+        if as_json:
+            typer.echo(json.dumps(asdict(line)))
+        else:
+            typer.echo(f"{line.name:<50}{line.value:>9.4g} {line.unit:<9}{_span(line):>16}  {line.note}")
+    if out is not None:
+        out.write_text("\n".join(_page(shape, checked, checks, lines)) + "\n", encoding="utf-8")
+    failed = sum(not check.is_good for check in checks)
+    if failed:
+        raise ConfigError(f"{failed} checks failed; the numbers mean nothing until they are right")
+
+
+def _span(line: Line) -> str:
+    return "" if line.low is None else f"{line.low:.4g} - {line.high:.4g}"
+
+
+def _limit(check: Check) -> str:
+    return "" if check.limit is None else f"{check.limit:.2g}"
+
+
+def _page(shape: str, checked: str, checks: list[Check], lines: list[Line]) -> Iterator[str]:
+    found, versioned = machine(), versions()
+    yield "# On a GPU\n"
+    yield f"Written by `outrider bench gpu --out` on {date.today()}, commit {versioned.pop('commit') or 'unknown'}."
+    yield f"{found['gpu']}; {', '.join(f'{name} {version}' for name, version in versioned.items() if version)}."
+    yield f"Speed is of random weights of the shape {shape}; checks and texts are of {Path(checked).name}.\n"
+    yield "| checked first | found | limit |\n| :-- | --: | --: |"
+    yield from (f"| {check.name} | {check.value:.2g} | {_limit(check)} |" for check in checks)
+    yield "\n| | | range | |\n| :-- | --: | --: | :-- |"
+    yield from (f"| {line.name} | {line.value:.4g} {line.unit} | {_span(line)} | {line.note} |" for line in lines)

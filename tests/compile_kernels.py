@@ -1,0 +1,120 @@
+"""Compile the GPU's kernels for some generations of GPUs, which needs none: do they compile, and how much shared memory
+do they take? Needs Triton:
+
+python tests/compile_kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider.backends.cuda import choosing, kernels
+
+SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes a program may have: A100, 30xx, H100
+INTEGERS = "i32"
+
+
+def compiled(kernel: Any, kind: str, capability: int, constants: dict[str, Any], options: dict[str, int]) -> int:
+    """The shared memory of a kernel whose tensors are of this type."""
+    fp32 = {"sums", "peaks", "weights", "turns", "head_norm", "weight", "logits", "scores", "settings"}
+    ints = {"firsts", "counts", "lengths", "splits", "tables", "roots", "paths", "seats", "lasts", "low_bits"}
+    ints |= {"high_bits", "table", "groups", "places", "ids", "asked"}
+    floats = {"floor", "scale"}
+    numbers = {"num_rows", "num_outputs", "num_inputs", "width", "held_width", "num_splits", "window", "page_size"}
+    numbers |= {"stride", "columns", "blocks"}
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in numbers:
+            signature[name] = INTEGERS
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif name in floats:
+            signature[name] = "fp32"
+        else:
+            of_choosing = kernel.fn.__module__.endswith("choosing")
+            whole = name in ints or (of_choosing and name == "out")
+            signature[name] = "*i32" if whole else "*fp32" if name in fp32 else f"*{kind}"
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(made.metadata.shared)
+
+
+def products(capability: int) -> None:
+    for kind, sizes in kernels.TILES.items():
+        for rows, (per, wide, warps, stages) in sizes.items():
+            per_input = (per * (2 if kind == "gated" else 1) + rows) * 2
+            wide, stages = kernels.fitting(SHARED[capability], 0, per_input, wide, stages)
+            constants = {
+                "NORM": kind != "plain",
+                "GATED": kind == "gated",
+                "ADD": kind == "plain",
+                "BIAS": kind == "norm",
+                "ROWS": rows,
+                "OUTPUTS": per,
+                "INPUTS": wide,
+                "OVERLAP": capability >= 90,
+            }
+            options = {"num_warps": warps, "num_stages": stages}
+            shared = compiled(kernels._product, "bf16", capability, constants, options)
+            check(f"product, {kind}, {rows} rows", capability, shared)
+
+
+def attention(capability: int) -> None:
+    for pairs, (keys, warps, stages) in kernels.LOOKING.items():
+        keys, stages = kernels.fitting(SHARED[capability], pairs * 128 * 2, 2 * 128 * 2, keys, stages)
+        for tree in ("", "masks", "paths"):
+            constants = {
+                "HEADS": 32,
+                "KV_HEADS": 8,
+                "DIM": 128,
+                "DIM_BLOCK": 128,
+                "PAIRS": pairs,
+                "KEYS": keys,
+                "PROGRAMS": 32,
+                "TREE": tree,
+                "WINDOWED": tree == "",
+                "OVERLAP": capability >= 90,
+            }
+            options = {"num_warps": warps, "num_stages": stages}
+            shared = compiled(kernels._attend, "bf16", capability, constants, options)
+            check(f"attention, {pairs} pairs, {tree or 'chains'}", capability, shared)
+
+
+def others(capability: int) -> None:
+    overlap = {"OVERLAP": capability >= 90}
+    shape = {"HEADS": 32, "DIM": 128, "DIM_BLOCK": 128}
+    few = {"num_warps": 4}
+    check(
+        "combine", capability, compiled(kernels._combine, "bf16", capability, {**shape, "SPLITS": 32, **overlap}, few)
+    )
+    turn = {"HEADS": 32, "KV_HEADS": 8, "PAIRS": 64, "PAIR_BLOCK": 64, "TURNING": 64, "NORM": True, **overlap}
+    check("turn", capability, compiled(kernels._turn, "bf16", capability, turn, {"num_warps": 1}))
+    norm = {"WEIGHTED": True, "BLOCK": 4096, **overlap}
+    check("norm", capability, compiled(kernels._norm, "bf16", capability, norm, few))
+    check("gate", capability, compiled(kernels._gate, "bf16", capability, {"BLOCK": 1024}, few))
+    check("peaks", capability, compiled(choosing._peaks, "fp32", capability, {"BLOCK": 4096}, few))
+    mix = {"COUNTER": choosing._COUNTER, "FIRST": choosing._FIRST, "SECOND": choosing._SECOND}
+    race = {**mix, "GOLDEN": choosing._GOLDEN, "BLOCK": 4096, "BLOCKS": 32}
+    check("race", capability, compiled(choosing._race, "fp32", capability, race, few))
+    check("best", capability, compiled(choosing._best, "fp32", capability, {"BLOCKS": 32}, few))
+
+
+def check(name: str, capability: int, shared: int) -> None:
+    print(f"sm_{capability} {name:<32}{shared:>8} bytes of shared memory", flush=True)
+    assert shared <= SHARED[capability], f"{name} takes more than sm_{capability} has"
+
+
+if __name__ == "__main__":
+    for generation in SHARED:
+        products(generation)
+        attention(generation)
+        others(generation)
