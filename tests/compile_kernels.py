@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.backends.cuda import choosing, kernels
+from outrider.backends.cuda import choosing, judging, kernels
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes a program may have: A100, 30xx, H100
 INTEGERS = "i32"
@@ -23,12 +23,13 @@ INTEGERS = "i32"
 
 def compiled(kernel: Any, kind: str, capability: int, constants: dict[str, Any], options: dict[str, int]) -> int:
     """The shared memory of a kernel whose tensors are of this type."""
-    fp32 = {"sums", "peaks", "weights", "turns", "head_norm", "weight", "logits", "scores", "settings"}
+    fp32 = {"sums", "peaks", "weights", "turns", "head_norm", "weight", "logits", "scores", "settings", "masses"}
+    fp32 |= {"probs", "left"}
     ints = {"firsts", "counts", "lengths", "splits", "tables", "roots", "paths", "seats", "lasts", "low_bits"}
-    ints |= {"high_bits", "table", "groups", "places", "ids", "asked"}
+    ints |= {"high_bits", "table", "groups", "places", "ids", "asked", "chosen", "rows", "jobs"}
     floats = {"floor", "scale"}
     numbers = {"num_rows", "num_outputs", "num_inputs", "width", "held_width", "num_splits", "window", "page_size"}
-    numbers |= {"stride", "columns", "blocks"}
+    numbers |= {"stride", "out_stride", "asked_width", "columns", "blocks", "num_jobs"}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -39,9 +40,10 @@ def compiled(kernel: Any, kind: str, capability: int, constants: dict[str, Any],
         elif name in floats:
             signature[name] = "fp32"
         else:
-            of_choosing = kernel.fn.__module__.endswith("choosing")
-            whole = name in ints or (of_choosing and name == "out")
-            signature[name] = "*i32" if whole else "*fp32" if name in fp32 else f"*{kind}"
+            samples = kernel.fn.__module__.endswith(("choosing", "judging")) and kernel is not choosing._spread
+            whole = name in ints or (samples and name == "out")
+            drafted = samples and name == "tokens"
+            signature[name] = "*i64" if drafted else "*i32" if whole else "*fp32" if name in fp32 else f"*{kind}"
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -102,10 +104,15 @@ def others(capability: int) -> None:
     check("norm", capability, compiled(kernels._norm, "bf16", capability, norm, few))
     check("gate", capability, compiled(kernels._gate, "bf16", capability, {"BLOCK": 1024}, few))
     check("peaks", capability, compiled(choosing._peaks, "fp32", capability, {"BLOCK": 4096}, few))
-    mix = {"COUNTER": choosing._COUNTER, "FIRST": choosing._FIRST, "SECOND": choosing._SECOND}
-    race = {**mix, "GOLDEN": choosing._GOLDEN, "BLOCK": 4096, "BLOCKS": 32}
-    check("race", capability, compiled(choosing._race, "fp32", capability, race, few))
+    long = {"BLOCK": 4096, "BLOCKS": 32}
+    check("race", capability, compiled(choosing._race, "fp32", capability, long, few))
     check("best", capability, compiled(choosing._best, "fp32", capability, {"BLOCKS": 32}, few))
+    check("spread", capability, compiled(choosing._spread, "fp32", capability, long, few))
+    for weighed in (False, True):
+        judged = {**long, "WEIGHED": weighed}
+        check("walk", capability, compiled(judging._walk, "fp32", capability, judged, few))
+        check("rest", capability, compiled(judging._rest, "fp32", capability, judged, few))
+    check("last", capability, compiled(judging._last, "fp32", capability, {"BLOCKS": 32}, few))
 
 
 def check(name: str, capability: int, shared: int) -> None:

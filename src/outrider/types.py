@@ -400,6 +400,13 @@ class Plan:
         return self.reading + self.deciding
 
 
+class Watch(Protocol):
+    """Measures what a device that nobody waits for spends on a round."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Of drafting, and from there to the verdict. Asked once that is known."""
+
+
 @dataclass(slots=True)
 class Drafts:
     """The proposals of a round, job after job: `counts[b]` tokens belong to job b.
@@ -415,6 +422,10 @@ class Drafts:
     sampled; None says that all are one-hot. `makers` names who drafted for each job ("" for nobody); `steps` counts
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
+
+    `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
+    check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
+    long they took is measured there, too (`watch`).
     """
 
     counts: list[int]
@@ -426,6 +437,9 @@ class Drafts:
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)
     faults: dict[int, OutriderError] = field(default_factory=dict)
     matched: list[int] = field(default_factory=list)
+    drawn_from: int = 0
+    is_deferred: bool = False
+    watch: Watch | None = None
     _proposals: list[list[int]] | None = None
 
     def proposals(self) -> list[list[int]]:
@@ -469,12 +483,14 @@ class Verdicts:
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
+    `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`).
     """
 
     accepted: Array  # [B]
     next: Array  # [B]
     faults: dict[int, OutriderError] = field(default_factory=dict)
     paths: dict[int, list[int]] = field(default_factory=dict)  # job -> indices of its drafts
+    seconds: tuple[float, float] | None = None
 
     def kept(self, index: int) -> Sequence[int]:
         """Which drafts of a job stay, in order."""

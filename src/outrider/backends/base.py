@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.errors import ConfigError
 from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
-from outrider.sampling.ops import SamplingOps
+from outrider.sampling.ops import Drawing, SamplingOps
 from outrider.types import Array, Scores, Slot
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Spans:
         parents -1  0  0        -1  0  0  1  3
 
     `goes_on` is a hint: plain decoding of one sequence, which most likely feeds the token chosen from this row next.
+    `later` are tokens that only the device knows (`Drafts.is_deferred`): their places among `tokens`, which hold zeros
+    there, and their values. Only a model whose sampling defers drafts is given any.
     """
 
     slots: list[Slot]
@@ -72,6 +74,7 @@ class Spans:
     tokens: Array  # [sum(counts)] integers, slot after slot
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
     goes_on: bool = False
+    later: tuple[Sequence[int], Array] | None = None
 
 
 class Backend(Protocol):
@@ -141,6 +144,15 @@ class Paged(Protocol):
 
     def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
         """A slot for `tokens` as `open` gives it, with saved contents as far as they join what is known."""
+
+
+class Rolling(Protocol):
+    """A model that can go on by itself: what is drawn from its rows is what it is fed next."""
+
+    def roll(self, spans: Spans, steps: int, drawing: Drawing) -> bool:
+        """After `spans`, of which the last row is drawn from, feed each slot what was drawn, until `steps` tokens are
+        drawn for all of them; the last one is not fed. No look of the host in between. False: it cannot, and nothing
+        changed."""
 
 
 class HeadHost(Backend, Protocol):

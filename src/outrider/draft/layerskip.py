@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from outrider.backends.base import Backend, Spans
 from outrider.draft.growth import Sprout, grow
+from outrider.draft.rolling import roll
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
@@ -30,11 +31,20 @@ class LayerSkipDrafter:
         rooms = [0 if self.lag(job) else width for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.view.info.trees for tree in trees]
         try:
-            grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
+            if any(branching) or not self._roll(jobs, rooms, drafts):
+                grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
         finally:
             for job in jobs:
                 self.forget(job)
         return drafts
+
+    def _roll(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
+        """The same for chains, by layers that go on by themselves."""
+        active = [job for job, room in zip(jobs, rooms, strict=True) if room]
+        slots = [_slot(job) for job in active]
+        once, tokens = [1] * len(active), self.view.ops.fed([job.tokens[-1] for job in active])
+        starts = [self.view.length(slot) for slot in slots]
+        return roll(self.view, jobs, rooms, Spans(slots, starts, once, once, tokens), drafts)
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         return 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.backends.base import Backend, Spans
 from outrider.draft.growth import Sprout, grow
+from outrider.draft.rolling import roll
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 FEW = 16  # tokens that a job may have unread at any time: what a round emitted
@@ -46,6 +47,7 @@ class ModelDrafter:
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
         self._budget = chunk  # tokens of prompts it may still read in this step
+        self._rolled: tuple[list[int], Drafts] | None = None  # what it drafted by itself in this round, and for whom
         self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
 
     def lag(self, job: Job) -> int:
@@ -66,8 +68,22 @@ class ModelDrafter:
             self._drop_ahead(job)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.backend.info.trees for tree in trees]
-        grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
+        if any(branching) or not self._roll(jobs, rooms, drafts):
+            grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
+
+    def _roll(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
+        """The same for chains, by a model that goes on by itself. What it drafted is known after the round."""
+        active = [job for job, room in zip(jobs, rooms, strict=True) if room]
+        seats = [self.seats[job.id] for job in active]
+        fed = [job.tokens[seat.length :] for job, seat in zip(active, seats, strict=True)]
+        spans = self._spans(seats, [seat.length for seat in seats], fed, [1] * len(seats))
+        if not roll(self.backend, jobs, rooms, spans, drafts):
+            return False
+        for job, seat in zip(active, seats, strict=True):
+            seat.length = len(job.tokens)
+        self._rolled = [job.id for job, room in zip(jobs, rooms, strict=True)], drafts
+        return True
 
     @property
     def runs_ahead(self) -> bool:
@@ -85,6 +101,7 @@ class ModelDrafter:
         return drafts
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        self._look_at_rolled()
         behind = []
         for job in plan.jobs:
             if self.name not in job.drafters:
@@ -177,6 +194,16 @@ class ModelDrafter:
         scores = self._score(seats, starts, fed, rows, parents)
         return scores.logits[:, : self.backend.info.vocab_size]
 
+    def _look_at_rolled(self) -> None:
+        """By now the host can know what a model drafted that went on by itself: all but the last one it has read."""
+        if self._rolled is None:
+            return
+        (ids, drafts), self._rolled = self._rolled, None
+        for job_id, proposal in zip(ids, drafts.proposals(), strict=True):
+            seat = self.seats.get(job_id)
+            if seat is not None and proposal:
+                seat.ahead = proposal[: drafts.steps - 1]
+
     def _settle(self, job: Job, seat: Seat) -> None:
         """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""
         emitted = job.tokens[seat.length :]
@@ -190,7 +217,7 @@ class ModelDrafter:
         if seat.parents and kept != list(range(len(kept))):
             places = {seat.slot: [start + node for node in kept]}
             self.backend.keep([seat.slot], [seat.length], places)
-        elif len(kept) < len(seat.ahead):
+        elif self.backend.length(seat.slot) > seat.length:
             self.backend.rewind(seat.slot, seat.length)
         seat.ahead.clear()
         seat.parents = []
@@ -225,15 +252,23 @@ class ModelDrafter:
         rows: list[int],
         parents: Mapping[int, Sequence[int]] | None = None,
     ) -> Scores:
-        return self.backend.score(
-            Spans(
-                slots=[seat.slot for seat in seats],
-                starts=starts,
-                counts=[len(tokens) for tokens in fed],
-                rows=rows,
-                tokens=self.backend.ops.fed([token for tokens in fed for token in tokens]),
-                parents=parents or {},
-            )
+        return self.backend.score(self._spans(seats, starts, fed, rows, parents))
+
+    def _spans(
+        self,
+        seats: Sequence[Seat],
+        starts: list[int],
+        fed: Sequence[Sequence[int]],
+        rows: list[int],
+        parents: Mapping[int, Sequence[int]] | None = None,
+    ) -> Spans:
+        return Spans(
+            slots=[seat.slot for seat in seats],
+            starts=starts,
+            counts=[len(tokens) for tokens in fed],
+            rows=rows,
+            tokens=self.backend.ops.fed([token for tokens in fed for token in tokens]),
+            parents=parents or {},
         )
 
 

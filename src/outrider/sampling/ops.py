@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from array_api_compat import is_numpy_array, is_numpy_namespace, is_torch_array
 
@@ -17,7 +17,7 @@ from outrider.sampling.branch import DraftRows
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.tree import TreeLayout, build_tree_layout, match_tree, path_to, reject_tree
 from outrider.sampling.warp import Controls, History, Shaped, build_controls, shape, softmax
-from outrider.types import Array, Drafts, Job, Scores, Verdicts
+from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
 
 T = TypeVar("T")
 REMEMBERED = 64  # batch shapes whose index arrays and settings are kept: a steady batch has one or two
@@ -29,6 +29,19 @@ class Drawn(NamedTuple):
     tokens: Array
     probs: Array | None
     faults: dict[int, OutriderError]
+
+
+class Drawing(Protocol):
+    """Tokens of a draft that feeds itself."""
+
+    def step(self, logits: Array) -> Array:
+        """The tokens to be fed next, from a row of each job. [B, V] -> [B]"""
+
+    @property
+    def watch(self) -> Watch | None: ...
+
+    def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
+        """The first counts[b] tokens of job b, job after job, and the rows they were drawn from. [N], [N, V]"""
 
 
 class _Kind(NamedTuple):
@@ -76,6 +89,14 @@ class SamplingOps:
         if drafts.probs is not None:
             drafts.probs = self.xp.asarray(drafts.probs, dtype=self.xp.float32, device=self.device)
         return drafts
+
+    def defers(self, drafts: Drafts) -> bool:
+        """Whether drafts that were drawn here may stay on the device until they are judged."""
+        return False
+
+    def drawing(self, jobs: Sequence[Job], steps: int) -> Drawing | None:
+        """Draws `steps` tokens for each job without a look of the host in between; None where that cannot be."""
+        return None
 
     def draft(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> Drawn:
         """Draw each job's next draft token from a draft model's row. drafted: the tokens drafted before it, per job.

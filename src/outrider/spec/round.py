@@ -104,19 +104,23 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     counts: list[int] = []
     rows: list[int] = []
     parents: dict[int, list[int]] = {}
+    proposals = [[0] * count for count in drafts.counts] if drafts.is_deferred else drafts.proposals()
+    places: list[int] = []  # of drafts that only the device knows
     for job, chunk in zip(plan.reading, plan.chunks, strict=True):
         fed += job.tokens[job.cached : job.cached + chunk]
         slots.append(slot_of(job))
         starts.append(job.cached)
         counts.append(chunk)
         rows.append(chunk if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1 else 0)
-    for index, (job, proposal) in enumerate(zip(plan.deciding, drafts.proposals(), strict=True)):
+    for index, (job, proposal) in enumerate(zip(plan.deciding, proposals, strict=True)):
         ahead = proposal if info.max_rewind != 0 else []
         if index in drafts.parents:
             pending = len(job.tokens) - job.cached  # a chain that ends in the root
             tree = [node + pending if node >= 0 else pending - 1 for node in drafts.parents[index]]
             parents[len(slots)] = [*range(-1, pending - 1), *tree]
         fed += job.tokens[job.cached :]
+        if drafts.is_deferred:
+            places += range(len(fed), len(fed) + len(ahead))
         fed += ahead
         slots.append(slot_of(job))
         starts.append(job.cached)
@@ -124,7 +128,8 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         rows.append(len(ahead) + 1)
         if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1:  # the end of the prompt is in here
             rows[-1] = counts[-1]
-    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents)
+    later = (places, drafts.tokens) if places else None
+    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents, later=later)
 
 
 def slot_of(job: Job) -> Slot:

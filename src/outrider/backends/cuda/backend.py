@@ -14,7 +14,7 @@ from outrider.backends.checks import check_spans
 from outrider.backends.cuda import twins
 from outrider.backends.cuda.forward import Constants, Long
 from outrider.backends.cuda.layout import MASK_BITS, Rows, Shape, arrange, most_splits
-from outrider.backends.cuda.program import Model, Program, Work, build_work
+from outrider.backends.cuda.program import Later, Model, Program, Work, build_work
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
 from outrider.backends.torch_common import array_of, on, sampling_for
@@ -23,6 +23,7 @@ from outrider.kv.pages import Page, Pages
 from outrider.kv.store import PageStore
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.cache import progress
+from outrider.sampling.ops import Drawing, remember
 from outrider.types import Scores, Slot
 
 LONG = 64  # tokens of a chain from which torch's attention for prompts is faster than ours
@@ -125,6 +126,9 @@ class GpuBackend(PagedSequences):
         self._queued: torch.Tensor | None = None  # then: the tokens it was fed
         if isinstance(self.ops, DeviceSampling):
             self.ops.foresee = self.foresee
+            self.ops.may_defer = not strict
+        self._indices: dict[Hashable, torch.Tensor] = {}  # places of a pass's tokens, as they come again and again
+        self._ones = torch.ones(GRAPH_ROWS[-1], dtype=torch.int32, device=self.device)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         self._may_run = False
@@ -136,6 +140,30 @@ class GpuBackend(PagedSequences):
             self._advance(slot, start + count)
         rows = [rows for rows in spans.rows if rows]
         return Scores(rows, array_of(logits), hidden={layer: array_of(state) for layer, state in states.items()})
+
+    def roll(self, spans: Spans, steps: int, drawing: Drawing) -> bool:
+        count, size = len(spans.slots), self.info.vocab_size
+        ends = [start + fed for start, fed in zip(spans.starts, spans.counts, strict=True)]
+        if self.strict or count > GRAPH_ROWS[-1] or max(ends) + steps - 1 > self.info.context:
+            return False
+        if not all(self.pages.make_room(slot, end + steps - 1) for slot, end in zip(spans.slots, ends, strict=True)):
+            return False
+        tokens = drawing.step(self.score(spans).logits[:, :size])
+        if steps == 1:
+            return True
+        once = [1] * count
+        after = replace(spans, starts=ends, counts=once, rows=once, parents={}, later=None)
+        with torch.inference_mode(), on(self.device):
+            program = self._stage(after, _whole(once), (), ahead=steps - 2).program
+            self._staged = self._queued = None  # where this program stood, nobody stands now
+            program.run(tokens)
+            self._record(program)
+            for _ in range(steps - 2):
+                program.run_on(drawing.step(program.logits[:count, :size]), self._ones[:count])
+            drawing.step(program.logits[:count, :size])
+        for slot, end in zip(spans.slots, ends, strict=True):
+            self._advance(slot, end + steps - 1)
+        return True
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass."""
@@ -166,10 +194,8 @@ class GpuBackend(PagedSequences):
             staged, queued = self._stage(spans, pieces, tuple(hidden)), None
         program = staged.program
         if queued is None or not self._fed(queued, tokens) or program.work.holder is not program:
-            program.run(tokens)
-        if self._has_graphs and not program.is_recorded:
-            with progress(1, f"recording a pass of {program.layout.shape.rows} rows of {self.info.name}"):
-                program.record()
+            program.run(tokens, self._later(spans))
+        self._record(program)
         total, wanted = sum(piece.size for piece in pieces), _wanted(spans, pieces)
         states = {layer: program.states[layer][:total].clone() for layer in hidden}
         if len(wanted) == total:
@@ -179,8 +205,23 @@ class GpuBackend(PagedSequences):
             logits = program.logits[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
         return logits, states
 
-    def _stage(self, spans: Spans, pieces: Sequence[Piece], hidden: tuple[int, ...]) -> Staged:
-        rows, tile = self._arrange(spans, pieces)
+    def _record(self, program: Program) -> None:
+        """From its second run on, a pass of a few rows is a graph."""
+        if self._has_graphs and not program.is_recorded:
+            with progress(1, f"recording a pass of {program.layout.shape.rows} rows of {self.info.name}"):
+                program.record()
+
+    def _later(self, spans: Spans) -> Later | None:
+        if spans.later is None:
+            return None
+        places, tokens = spans.later
+        index = remember(
+            self._indices, tuple(places), lambda: torch.tensor(places, dtype=torch.int64, device=self.device)
+        )
+        return Later(index, torch.as_tensor(tokens).clamp(min=0).int())  # -1: no token; the judge will see to it
+
+    def _stage(self, spans: Spans, pieces: Sequence[Piece], hidden: tuple[int, ...], ahead: int = 0) -> Staged:
+        rows, tile = self._arrange(spans, pieces, ahead=ahead)
         total = sum(piece.size for piece in pieces)
         shape = Shape(
             rows=STRICT_ROWS if self.strict else next(size for size in GRAPH_ROWS if size >= total),
@@ -260,10 +301,12 @@ class GpuBackend(PagedSequences):
             long=long,
         )
         program.stage(rows)
-        program.run(spans.tokens)
+        program.run(spans.tokens, self._later(spans))
         return program.logits, program.states
 
-    def _arrange(self, spans: Spans, pieces: Sequence[Piece], apart: Sequence[bool] | None = None) -> tuple[Rows, int]:
+    def _arrange(
+        self, spans: Spans, pieces: Sequence[Piece], apart: Sequence[bool] | None = None, ahead: int = 0
+    ) -> tuple[Rows, int]:
         """The pieces as rows and groups, and how many rows a group may have."""
         parents, leases = _parents_of(spans, pieces), self.pages.leases
         longest = max(0 if apart and apart[piece.span] else piece.size for piece in pieces)
@@ -279,6 +322,7 @@ class GpuBackend(PagedSequences):
             max_splits=self._max_splits,
             by_path=self._by_path or any(len(tree) > MASK_BITS for tree in parents.values()),
             apart=apart,
+            ahead=ahead,
         )
         return rows, tile
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.backends.cuda.layout import Layout, most_splits
+from outrider.backends.cuda.layout import SPLIT_STEP, Layout, most_splits
 
 FEW = 32  # rows our own products are for; measured on an H200 against cuBLAS, as is the table
 SIZES = (16, 32)
@@ -316,6 +316,44 @@ def _combine(
     tl.store(out + (row * HEADS + head) * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
 
 
+@triton.jit
+def _advance(
+    fed,
+    by,
+    tokens,
+    positions,
+    places,
+    lasts,
+    groups,
+    firsts,
+    lengths,
+    splits,
+    tables,
+    table,
+    num_rows,
+    page_size,
+    max_splits,
+    PER: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of chains stand elsewhere in their sequences and are fed other tokens; what follows from that, too."""
+    row = tl.arange(0, BLOCK)
+    inside = row < num_rows
+    group = tl.load(groups + row, mask=inside, other=0)
+    moved = tl.load(by + row // PER, mask=inside, other=0)
+    position = tl.load(positions + row, mask=inside, other=0) + moved
+    page = tl.load(table + tl.load(tables + group, mask=inside, other=0) + position // page_size, mask=inside, other=0)
+    tl.store(tokens + row, tl.load(fed + row, mask=inside, other=0), mask=inside)
+    tl.store(positions + row, position, mask=inside)
+    tl.store(lasts + row, position, mask=inside)
+    tl.store(places + row, page * page_size + position % page_size, mask=inside)
+    is_first = inside & (tl.load(firsts + group, mask=inside, other=-1) == row)
+    length = tl.load(lengths + group, mask=is_first, other=0) + moved
+    tl.store(lengths + group, length, mask=is_first)
+    tl.store(splits + group, tl.maximum(tl.cdiv(length, max_splits * STEP), 1) * STEP, mask=is_first)
+
+
 def product(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -475,6 +513,21 @@ def attend(
         DIM_BLOCK=block,
         SPLITS=triton.next_power_of_2(layout.num_splits),
         num_warps=4,
+    )
+
+
+def advance(layout: Layout, fed: torch.Tensor, by: torch.Tensor, *, page_size: int, max_splits: int) -> None:
+    """The rows of a pass move on by so many tokens and are fed these. fed [rows], by [sequences]: each has as many rows
+    as the others, which are a chain."""
+    names = ("tokens", "positions", "places", "lasts", "groups", "firsts", "lengths", "splits", "tables")
+    _launch(
+        _advance,
+        (1,),
+        *(fed, by, *(layout[name] for name in names), layout.table, len(fed), page_size, max_splits),
+        PER=len(fed) // len(by),
+        STEP=SPLIT_STEP,
+        BLOCK=triton.next_power_of_2(len(fed)),
+        overlap=None,
     )
 
 

@@ -88,21 +88,22 @@ def arrange(
     max_splits: int,
     by_path: bool,
     apart: Sequence[bool] | None = None,
+    ahead: int = 0,
 ) -> Rows:
     """Spans one after another as rows and groups of up to `tile` rows.
 
     pages: of each sequence. by_path: trees see their keys in order of position. apart: spans whose rows are in no
-    group, since somebody else does their attention.
+    group, since somebody else does their attention. ahead: places that rows may be moved on by, on the device.
     """
     begin, size = np.asarray(starts, dtype=np.int32), np.asarray(counts, dtype=np.int32)
     if apart is None and not parents and len(counts) == sum(counts):
-        return _single_rows(begin, pages, page_size, max_splits)
+        return _single_rows(begin, pages, page_size, max_splits, ahead)
     ends = np.cumsum(size, dtype=np.int32)
     total = int(ends[-1])
     span = np.repeat(np.arange(len(size), dtype=np.int32), size)
     offset = np.arange(total, dtype=np.int32) - (ends - size)[span]
     index = begin[span] + offset  # where a token lies in its sequence
-    table, tables = _join(pages, begin + size, page_size)
+    table, tables = _join(pages, begin + size + ahead, page_size)
     position, last, root = index.copy(), index.copy(), np.full(total, CHAIN, dtype=np.int32)
     bits, path = np.zeros(total, dtype=np.uint64), np.zeros(total, dtype=np.int32)
     ends_at, alone, lines = last, np.zeros(total, dtype=np.bool_), list[int]()
@@ -155,9 +156,9 @@ def arrange(
     )
 
 
-def _single_rows(index: Ints, pages: Sequence[Sequence[int]], page_size: int, max_splits: int) -> Rows:
+def _single_rows(index: Ints, pages: Sequence[Sequence[int]], page_size: int, max_splits: int, ahead: int) -> Rows:
     """The same for one token of each sequence, which is what comes most often: each is a group of its own."""
-    table, tables = _join(pages, index + 1, page_size)
+    table, tables = _join(pages, index + 1 + ahead, page_size)
     zeros, number = np.zeros(len(index), dtype=np.int32), np.arange(len(index), dtype=np.int32)
     ones, length = zeros + 1, index + 1
     split = split_sizes(length, max_splits)

@@ -54,6 +54,13 @@ def build_work(
     return Work(build_buffers(rows, seated * num_splits, spec, like), logits)
 
 
+class Later(NamedTuple):
+    """Tokens of a pass that only the device knows: which of those that are fed, and their values."""
+
+    places: torch.Tensor  # [n] int64
+    tokens: torch.Tensor  # [n] int32
+
+
 class Program:
     """Everything a pass of one shape needs; `run` may be called again and again."""
 
@@ -90,7 +97,7 @@ class Program:
         used = fill(rows, self.layout.shape, self.model.scratch, self._host)
         self._upload = (self._numbers[:used], self._staged[:used])
 
-    def run(self, tokens: Any) -> None:
+    def run(self, tokens: Any, later: Later | None = None) -> None:
         """What was staged, with these tokens, which may be on the device already. Fills `logits` and `states`."""
         on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
         if not on_device:
@@ -102,6 +109,20 @@ class Program:
             self._copied.record()
         if on_device:
             self.layout["tokens"][: len(tokens)].copy_(tokens)
+        if later is not None:
+            self.layout["tokens"].index_copy_(0, later.places, later.tokens)
+        self._go()
+
+    def run_on(self, tokens: torch.Tensor, by: torch.Tensor) -> None:
+        """The same once more, its chains so many places further on and with these tokens, which the device knows."""
+        constants = self.model.constants
+        self.work.holder = self
+        self.model.kernels.advance(
+            self.layout, tokens, by, page_size=constants.page_size, max_splits=self.layout.num_splits
+        )
+        self._go()
+
+    def _go(self) -> None:
         if self._graph is None:
             self._compute()
         else:

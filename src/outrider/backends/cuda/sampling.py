@@ -1,27 +1,42 @@
-"""Sampling where the model computes: the device chooses, the host is told one number per row.
+"""Sampling where the model computes: the device draws and judges, the host is told a few numbers per request.
 
-Rounds of greedy and `coupled` requests, and plain rounds under any rule, are judged by the target's own token in every
-row. Three kernels choose those, one small copy brings them to the host, and what follows from them is integers.
-Controls that need more (top-k, top-p, penalties, constraints, ...) and rejection of drafts are the reference's, on the
-device.
+A round is a handful of kernels (`choosing`, `judging`) and one small copy, whatever rules and shapes its requests mix.
+Controls that need a row as a whole or its history (top-k, top-p, penalties, constraints, ...) are the reference's, on
+the device; the kernels take over from there. Drafts that were drawn here stay here until the verdict: nobody waits for
+them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from outrider.backends.cuda.choosing import choose
+from outrider.backends.cuda.choosing import choose, spread
+from outrider.backends.cuda.judging import JOB, ROW, rule
 from outrider.backends.torch_common import on
-from outrider.sampling.accept import match
+from outrider.errors import DraftError, OutriderError
 from outrider.sampling.noise import Stream
 from outrider.sampling.ops import SamplingOps, remember
-from outrider.sampling.tree import match_tree, path_to
-from outrider.types import Array, Drafts, Job, Scores, Verdicts
+from outrider.sampling.tree import build_tree_layout
+from outrider.sampling.warp import Controls, shape
+from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Form(NamedTuple):
+    """What rounds of one form have in common, on the host: rows and jobs as `judging` takes them, but for numbers that
+    belong to requests."""
+
+    rows: Ints  # [R, ROW]
+    jobs: Ints  # [B, JOB]
+    owner: Array  # [R] the job of each row
+    depth: Ints  # [R] drafts on the way to it
+    parent: list[int]  # [R] the row it comes from, where there are trees
 
 
 class DeviceSampling(SamplingOps):
@@ -32,12 +47,13 @@ class DeviceSampling(SamplingOps):
 
         super().__init__(xp, device)
         self._nothing = super().integers([])
-        self._host = SamplingOps(np)  # layouts of rounds that are decided there
+        self.may_defer = False  # whether the model can be fed tokens that only the device knows
         self.foresee: Callable[[torch.Tensor], None] | None = None  # told what plain rows chose, before the host knows
         self.known: tuple[torch.Tensor, Array] | None = None  # what rows chose last: there, and on the host
         self._arrived = torch.empty(1024, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._has_arrived: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._settings: dict[Hashable, tuple[torch.Tensor, Array]] = {}
+        self._settings: dict[Hashable, tuple[torch.Tensor, Ints]] = {}
+        self._forms: dict[Hashable, Form] = {}
 
     def integers(self, values: Sequence[int]) -> Array:
         return self._nothing if len(values) == 0 else super().integers(values)  # most rounds ask for nothing: no copy
@@ -46,78 +62,263 @@ class DeviceSampling(SamplingOps):
         """On the host: they travel with everything else a pass is told."""
         return np.asarray(tokens, dtype=np.int64)
 
+    def defers(self, drafts: Drafts) -> bool:
+        tokens = drafts.tokens
+        return self.may_defer and isinstance(tokens, torch.Tensor) and tokens.device == self.device
+
     def adopt(self, drafts: Drafts) -> Drafts:
-        drafts._proposals = drafts.proposals()  # looked at by the host several times in a round, copied once
+        if not drafts.is_deferred:
+            drafts._proposals = drafts.proposals()  # looked at by the host several times in a round, copied once
         return super().adopt(drafts)
 
+    def drawing(self, jobs: Sequence[Job], steps: int) -> Drawing | None:
+        controls = self._controls_of(jobs, [1] * len(jobs))
+        if _needs_shaping(controls):
+            return None
+        settings, words = self._settings_of(jobs, [1] * len(jobs))
+        starts = np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)
+        streams = [Stream.DRAFT if weighed else Stream.TARGET for weighed in controls.weighed]
+        asked = np.empty((steps, len(jobs), 3), dtype=np.int32)
+        asked[:, :, :2] = words
+        asked[:, :, 2] = 4 * (starts + np.arange(steps, dtype=np.int32)[:, None]) + np.asarray(streams, dtype=np.int32)
+        certain = None
+        if not all(controls.weighed):  # rows of drafts that are not weighed are one-hot
+            certain = torch.from_numpy(np.where(controls.weighed, 1.0, 0.0).astype(np.float32)).to(self.device)
+        return Drawing(self._upload(asked), settings, any(controls.weighed), certain, self.device)
+
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
-        with on(self.device):
-            return self._judged(jobs, drafts, scores)
-
-    def _judged(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
-        if not jobs or not self._can_choose(jobs, drafts, scores):
+        if not jobs or scores.counts != [count + 1 for count in drafts.counts]:  # no row behind the last draft
             return super().judge(jobs, drafts, scores)
-        proposals = drafts.proposals()
-        tokens = np.asarray([token for proposal in proposals for token in proposal], dtype=np.int64)
-        if drafts.parents:
-            parents = [drafts.parents.get(index, range(-1, len(p) - 1)) for index, p in enumerate(proposals)]
-            tree = self._host.tree_layout([list(line) for line in parents])
-            chosen = self._choose_rows(jobs, scores, tree.owner, tree.depth)
-        else:
-            layout = self._host.layout(drafts.counts, scores.counts)
-            chosen = self._choose_rows(jobs, scores, layout.owner, layout.depth)
-        if (chosen < 0).any():  # a row without a usable number: the reference says whose and why
-            return super().judge(jobs, drafts, scores)
-        if not drafts.parents:
-            accepted, following = match(np, chosen, tokens, layout)
-            return Verdicts(accepted, following)
-        ruling = match_tree(np, chosen, tokens, tree)
-        ends, roots = ruling.rows.tolist(), tree.first.tolist()
-        paths = [path_to(tree, end, root) for end, root in zip(ends, roots, strict=True)]
-        kept = {index: path for index, path in enumerate(paths) if index in drafts.parents}
-        return Verdicts(np.asarray([len(path) for path in paths]), ruling.next, {}, kept)
-
-    def _can_choose(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> bool:
-        if scores.counts != [count + 1 for count in drafts.counts]:
-            return False
         controls = self._controls_of(jobs, scores.counts)
-        if controls.changes_logits or controls.ranked is not None or controls.typical is not None:
-            return False
-        if not any(drafts.counts):
-            return True
-        return all(job.rule == "coupled" or job.params.temperature == 0.0 for job in jobs)
+        with on(self.device):
+            verdicts = None
+            if not _needs_shaping(controls):
+                verdicts = self._judged(jobs, drafts, torch.as_tensor(scores.logits), {})
+            if verdicts is None:  # or a row cannot be used: the reference says why
+                shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
+                verdicts = self._judged(jobs, drafts, shaped.logits, shaped.faults, is_shaped=True)
+            assert verdicts is not None, "shaped rows can always be used"
+            return verdicts
 
-    def _choose_rows(self, jobs: Sequence[Job], scores: Scores, owner: Array, depth: Array) -> Array:
-        """The target's own token in every row, on the host. [R]"""
-        key = (tuple([job.id for job in jobs]), tuple(scores.counts))
-        settings, words = remember(self._settings, key, lambda: self._settings_of(jobs, owner))
-        positions = np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[owner] + depth
-        asked = np.column_stack([words, 4 * positions + int(Stream.TARGET)]).astype(np.int32)
-        chosen = choose(
-            torch.as_tensor(scores.logits), torch.from_numpy(asked).to(self.device, non_blocking=True), settings
-        )
-        if len(chosen) > len(self._arrived):
-            self._arrived = torch.empty(2 * len(chosen), dtype=torch.int32, pin_memory=chosen.is_cuda)
-        arrived = self._arrived[: len(chosen)]
-        arrived.copy_(chosen, non_blocking=True)
+    def _judged(
+        self,
+        jobs: Sequence[Job],
+        drafts: Drafts,
+        logits: torch.Tensor,
+        faults: dict[int, OutriderError],
+        *,
+        is_shaped: bool = False,
+    ) -> Verdicts | None:
+        """None where a row cannot be used. faults: of rows, which count for those whose job came there."""
+        form = self._form(drafts)
+        counts = [count + 1 for count in drafts.counts]
+        settings, words = self._settings_of(jobs, counts, is_shaped=is_shaped)
+        rows = form.rows.copy()
+        rows[:, :2] = words
+        rows[:, 2] = 4 * (np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[form.owner] + form.depth)
+        asked = self._upload(rows)
+        if not any(drafts.counts):
+            chosen = choose(logits, asked, settings).tokens
+            following = self._told(chosen, foreseen=chosen)
+            ends, bad = form.jobs[:, 0], following < 0
+            self.known = chosen, following
+        else:
+            is_rejecting = np.asarray([job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs])
+            about = form.jobs.copy()
+            about[:, 1] = is_rejecting
+            tokens = torch.as_tensor(drafts.tokens)
+            out, _ = rule(
+                logits,
+                tokens.clamp(min=0) if drafts.is_deferred else tokens,
+                drafts.probs,
+                asked,
+                self._upload(about),
+                settings,
+                rejects=bool(is_rejecting.any()),
+                branches=bool(drafts.parents),
+            )
+            told = out.flatten()
+            told = self._told(
+                torch.cat([told, tokens.int()]) if drafts._proposals is None else told, watch=drafts.watch
+            )
+            verdict = told[: out.numel()].reshape(out.shape)
+            ends, following, bad = verdict[:, 0], verdict[:, 1], verdict[:, 2] > 0
+            if drafts._proposals is None:
+                _arrive(drafts, told[out.numel() :].tolist())
+        if bad.any() and not is_shaped:
+            return None
+        verdicts = _verdicts(form, drafts, ends, following, faults)
+        verdicts.seconds = drafts.watch.seconds() if drafts.watch is not None else None
+        return verdicts
+
+    def _form(self, drafts: Drafts) -> Form:
+        key = (tuple(drafts.counts), tuple((index, tuple(line)) for index, line in drafts.parents.items()))
+        return remember(self._forms, key, lambda: _build_form(drafts.counts, drafts.parents))
+
+    def _told(self, numbers: torch.Tensor, foreseen: torch.Tensor | None = None, watch: Watch | None = None) -> Any:
+        """Some integers of the device on the host. What comes next is queued before anybody waits. [n] int64"""
+        if len(numbers) > len(self._arrived):
+            self._arrived = torch.empty(2 * len(numbers), dtype=torch.int32, pin_memory=numbers.is_cuda)
+        arrived = self._arrived[: len(numbers)]
+        arrived.copy_(numbers, non_blocking=True)
         if self._has_arrived is not None:
             self._has_arrived.record()
-        if self.foresee is not None and len(chosen) == len(jobs):
-            self.foresee(chosen)
+        if isinstance(watch, StopWatch):
+            watch.mark(2)
+        if self.foresee is not None and foreseen is not None:
+            self.foresee(foreseen)
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
-        known = arrived.numpy().astype(np.int64)
-        self.known = chosen, known
-        return known
+        return arrived.numpy().astype(np.int64)
 
-    def _settings_of(self, jobs: Sequence[Job], owner: Array) -> tuple[torch.Tensor, Array]:
-        """What does not change while the batch is the same: settings on the device, words of seeds on the host."""
-        rows = []
-        for job in jobs:
-            temperature, min_p = job.params.temperature, job.params.min_p
-            cold = temperature == 0.0
-            # a denormal would become 0 in float32, and 0 / 0 is no number
-            rows.append((0.0 if cold else max(temperature, 1e-30), math.log(min_p) if min_p > 0.0 else -math.inf))
-        settings = np.asarray(rows, dtype=np.float32)[owner]
-        words = np.asarray([job.words for job in jobs], dtype=np.int32)[owner]
-        return torch.from_numpy(settings).to(self.device), words
+    def _upload(self, numbers: Ints) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
+
+    def _settings_of(
+        self, jobs: Sequence[Job], counts: Sequence[int], *, is_shaped: bool = False
+    ) -> tuple[torch.Tensor, Ints]:
+        """What does not change while the batch is the same, for each row: temperature and min_p on the device, words of
+        seeds on the host. Rows that were shaped have both behind them."""
+
+        def build() -> tuple[torch.Tensor, Ints]:
+            values = []
+            for job in jobs:
+                temperature, min_p = job.params.temperature, job.params.min_p
+                floor = math.log(min_p) if min_p > 0.0 and not is_shaped else -math.inf
+                # a denormal would become 0 in float32, and 0 / 0 is no number
+                warm = 1.0 if is_shaped else max(temperature, 1e-30)
+                values.append((0.0 if temperature == 0.0 else warm, floor))
+            settings = np.repeat(np.asarray(values, dtype=np.float32), counts, axis=0)
+            words = np.repeat(np.asarray([job.words for job in jobs], dtype=np.int32), counts, axis=0)
+            return torch.from_numpy(settings).to(self.device), words
+
+        return remember(self._settings, (tuple([job.id for job in jobs]), tuple(counts), is_shaped), build)
+
+
+class StopWatch:
+    """Events in the device's queue: drafting began, drafting ended, the verdict is there."""
+
+    def __init__(self) -> None:
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+
+    def mark(self, number: int) -> None:
+        self._marks[number].record()
+
+    def seconds(self) -> tuple[float, float]:
+        began, drafted, judged = self._marks
+        return began.elapsed_time(drafted) / 1e3, drafted.elapsed_time(judged) / 1e3
+
+
+class Drawing:
+    """Draws tokens of a draft, step after step, without a look of the host: one token for each job from its row."""
+
+    def __init__(
+        self, asked: torch.Tensor, settings: torch.Tensor, is_weighed: bool, weights: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """asked: [steps, B, 3]. weights: [B] 0 for jobs whose draft is certain where others' is weighed."""
+        self._asked, self._settings, self._weights = asked, settings, weights
+        self._device = device
+        self._step, self._is_weighed = 0, is_weighed
+        self._tokens = torch.empty(asked.shape[1], asked.shape[0], dtype=torch.int32, device=device)
+        self._probs: torch.Tensor | None = None
+        self.watch = StopWatch() if device.type == "cuda" else None
+        if self.watch is not None:
+            self.watch.mark(0)
+
+    def step(self, logits: Array) -> torch.Tensor:
+        """The tokens to be fed next. [B, V] -> [B] int32"""
+        with on(self._device):
+            logits, number = torch.as_tensor(logits), self._step
+            self._step += 1
+            chosen = choose(logits, self._asked[number], self._settings)
+            self._tokens[:, number] = chosen.tokens
+            if self._is_weighed:
+                self._keep(logits, chosen, number)
+            return chosen.tokens.clamp(min=0)  # -1: a row that cannot be used; the host will see
+
+    def _keep(self, logits: torch.Tensor, chosen: Any, number: int) -> None:
+        """The row that the tokens were drawn from."""
+        if self._probs is None:
+            self._probs = torch.empty(*self._tokens.shape, logits.shape[1], device=self._device)
+        settings = self._settings
+        if self._weights is not None:
+            settings = torch.stack([settings[:, 0] * self._weights, settings[:, 1]], dim=1)
+        spread(logits, chosen, settings, self._probs[:, number])
+
+    def result(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first counts[b] tokens of job b, job after job, and their rows. [N], [N, V]"""
+        if self.watch is not None:
+            self.watch.mark(1)
+        steps = self._tokens.shape[1]
+        tokens, probs = self._tokens.flatten(), None if self._probs is None else self._probs.flatten(0, 1)
+        if any(count != steps for count in counts):
+            chosen = [job * steps + step for job, count in enumerate(counts) for step in range(count)]
+            at = torch.tensor(chosen, dtype=torch.int64, device=self._device)
+            tokens, probs = tokens[at], None if probs is None else probs[at]
+        return tokens, probs
+
+
+def _needs_shaping(controls: Controls) -> bool:
+    return controls.changes_logits or controls.ranked is not None or controls.typical is not None
+
+
+def _build_form(counts: Sequence[int], parents: dict[int, list[int]]) -> Form:
+    if not parents:
+        return _build_chains(np.asarray(counts, dtype=np.int32))
+    lines = [parents.get(index, range(-1, count - 1)) for index, count in enumerate(counts)]
+    tree = build_tree_layout(np, None, [list(line) for line in lines])
+    rows = np.zeros((len(tree.owner), ROW.value), dtype=np.int32)
+    for place, column in enumerate((tree.draft, tree.child, tree.sibling, tree.rank), start=3):
+        rows[:, place] = column
+    jobs = np.zeros((len(counts), JOB.value), dtype=np.int32)
+    jobs[:, 0] = tree.first
+    return Form(rows, jobs, tree.owner, np.asarray(tree.depth, dtype=np.int32), tree.parent)
+
+
+def _build_chains(counts: Ints) -> Form:
+    """The same where everybody has at most one child, for batches whose counts change from round to round."""
+    sizes = counts + 1
+    first = np.cumsum(sizes, dtype=np.int32) - sizes
+    owner = np.repeat(np.arange(len(counts)), sizes)
+    row = np.arange(len(owner), dtype=np.int32)
+    depth = row - first[owner]
+    rows = np.zeros((len(owner), ROW.value), dtype=np.int32)
+    rows[:, 3] = np.where(depth > 0, row - owner - 1, 0)
+    rows[:, 4] = np.where(depth < counts[owner], row + 1, -1)
+    rows[:, 5] = -1
+    jobs = np.zeros((len(counts), JOB.value), dtype=np.int32)
+    jobs[:, 0] = first
+    return Form(rows, jobs, owner, depth, [])
+
+
+def _verdicts(form: Form, drafts: Drafts, ends: Any, following: Any, faults: dict[int, OutriderError]) -> Verdicts:
+    """From the rows where jobs ended."""
+    accepted = form.depth[ends].astype(np.int64)
+    paths = {}
+    for index in drafts.parents:
+        row, root, path = int(ends[index]), int(form.jobs[index, 0]), list[int]()
+        while row != root:
+            path.append(row - root - 1)
+            row = form.parent[row]
+        paths[index] = path[::-1]
+    whose: dict[int, OutriderError] = {}
+    for row, fault in faults.items():
+        job = int(form.owner[row])
+        at = row - int(form.jobs[job, 0])  # within its job: 0 is the root, i + 1 comes after draft i
+        if at == 0 or (at - 1 in paths[job] if job in paths else at <= accepted[job]):
+            whose[job] = fault  # the others are of a text that never was
+    for index, proposal in enumerate(drafts.proposals()) if drafts.is_deferred else ():
+        if min(proposal, default=0) < 0:
+            whose[index] = DraftError(
+                "the draft failed: its rows hold no finite logits; check its weights and number format", param="draft"
+            )
+    return Verdicts(accepted, following, whose, paths)
+
+
+def _arrive(drafts: Drafts, tokens: list[int]) -> None:
+    """The host knows now what was drafted."""
+    drafts._proposals, start = [], 0
+    for count in drafts.counts:
+        drafts._proposals.append(tokens[start : start + count])
+        start += count

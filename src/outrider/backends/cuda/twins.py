@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.backends.cuda.layout import Layout
+from outrider.backends.cuda.layout import SPLIT_STEP, Layout
 
 
 def product(
@@ -84,6 +84,21 @@ def attend(
             query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], enable_gqa=True
         )
         out[row] = mixed.flatten().to(out.dtype)
+
+
+def advance(layout: Layout, fed: torch.Tensor, by: torch.Tensor, *, page_size: int, max_splits: int) -> None:
+    count = len(fed)
+    moved = by.repeat_interleave(count // len(by))
+    group, position = layout["groups"][:count].long(), layout["positions"][:count] + moved
+    page = layout.table[layout["tables"][group].long() + position // page_size]
+    layout["tokens"][:count] = fed
+    layout["positions"][:count] = layout["lasts"][:count] = position
+    layout["places"][:count] = page * page_size + position % page_size
+    is_first = layout["firsts"][group] == torch.arange(count, device=fed.device)
+    first = group[is_first]
+    lengths = layout["lengths"][first] + moved[is_first]
+    layout["lengths"][first] = lengths
+    layout["splits"][first] = (-(-lengths // (max_splits * SPLIT_STEP))).clamp(min=1) * SPLIT_STEP
 
 
 def _index(layout: Layout, table: list[int], row: int, group: int, key: int) -> int | None:

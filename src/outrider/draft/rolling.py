@@ -1,0 +1,28 @@
+"""Chains drafted without a look of the host: the model goes on by itself where it can (`backends.base.Rolling`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from outrider.backends.base import Backend, Rolling, Spans
+from outrider.types import Drafts, Job
+
+
+def roll(backend: Backend, jobs: Sequence[Job], rooms: Sequence[int], spans: Spans, drafts: Drafts) -> bool:
+    """Fill `drafts` with rooms[b] tokens for each job. spans: of those with a room, what was not read, with one row.
+
+    All of them go as far as the widest: a step costs about the same for fewer. False: somebody must look, and nothing
+    was read.
+    """
+    steps = max(rooms, default=0)
+    if steps == 0 or not hasattr(backend, "roll"):
+        return False
+    active = [job for job, room in zip(jobs, rooms, strict=True) if room]
+    drawing = backend.ops.drawing(active, steps)
+    if drawing is None or not cast(Rolling, backend).roll(spans, steps, drawing):
+        return False
+    drafts.counts = list(rooms)
+    drafts.tokens, drafts.probs = drawing.result([room for room in rooms if room])
+    drafts.steps, drafts.drawn_from, drafts.watch = steps, backend.info.vocab_size, drawing.watch
+    return True

@@ -1,0 +1,214 @@
+"""Rounds on the device, on a CPU: kernels in Triton's interpreter, passes by the kernels' twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from test_native_sampling import REFERENCE, SETTINGS, Round
+from test_sampling import job
+
+pytest.importorskip("triton")
+
+from outrider.backends.cuda import kernels, twins
+from outrider.backends.cuda.backend import GpuBackend
+from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
+from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.draft.layerskip import LayerSkipDrafter
+from outrider.draft.model import ModelDrafter
+from outrider.engine.engine import Engine
+from outrider.kv.pages import Pages
+from outrider.models.random_file import SHAPES, RandomFile, build_shape
+from outrider.types import Drafts, Request, Scores
+
+from cases import Case, measure
+
+PAGE = 4
+TENSORS: dict[str, Any] = {"arrays": "torch", "draft_arrays": "torch"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ops() -> DeviceSampling:
+    return DeviceSampling(CPU)
+
+
+def judged(ops: DeviceSampling, batch: Round) -> Any:
+    probs = None if batch.probs is None else torch.tensor(batch.probs)
+    drafts = Drafts(batch.counts, torch.tensor(batch.tokens), probs, batch.parents)
+    return ops.judge(batch.jobs, drafts, Scores(batch.rows, torch.tensor(np.ascontiguousarray(batch.logits))))
+
+
+@pytest.mark.parametrize("size", [2, 5, 129, 1000])
+def test_verdicts_are_the_reference_s(ops: DeviceSampling, size: int) -> None:
+    """Both rules, chains, trees, certain and sampled drafts, every control, rows that cannot be used."""
+    settings = SETTINGS if size > 2 else SETTINGS[:-1]
+    for seed in range(25):
+        batch = Round(seed * 100 + size, size, settings)
+        assert batch.told(judged(ops, batch)) == batch.told(batch.judge(REFERENCE)), (seed, size)
+
+
+def test_verdicts_over_several_blocks(ops: DeviceSampling) -> None:
+    """A row longer than one program takes."""
+    for seed in range(4):
+        batch = Round(seed, 9001, SETTINGS[:4])
+        assert batch.told(judged(ops, batch)) == batch.told(batch.judge(REFERENCE)), seed
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("chain", "model", 3, "rejection", **TENSORS),
+        Case("coupled", "model", 2, "coupled", {"temperature": 0.8}, **TENSORS),
+        Case("mixed tree", "mixed", 8, "rejection", tree=True, **TENSORS),
+        Case("tree", "model", 6, "coupled", tree=True, **TENSORS),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.slow
+def test_the_law_holds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.backends.mock.SamplingOps", lambda xp, device: DeviceSampling(CPU))
+    assert measure(case, 250) > 1e-4
+
+
+def test_draws_without_a_look(ops: DeviceSampling) -> None:
+    """Step after step the tokens and rows that `draft` gives; greedy, coupled and weighed requests in one batch."""
+    size, steps = 700, 3
+    asked = [{"temperature": 0.0}, {"accept": "coupled"}, {"accept": "rejection", "min_p": 0.02, "temperature": 0.8}]
+    jobs = [job(size, [1, 2, 3][: index + 1], seed=index, **settings) for index, settings in enumerate(asked)]
+    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((steps, 3, size)).astype(np.float32) * 3)
+    drawing = ops.drawing(jobs, steps)
+    assert drawing is not None
+    drafted: list[list[int]] = [[], [], []]
+    probs = []
+    for step in range(steps):
+        drawn = REFERENCE.draft(jobs, drafted, rows[step].numpy())
+        assert drawing.step(rows[step]).tolist() == drawn.tokens.tolist()
+        for line, token in zip(drafted, drawn.tokens.tolist(), strict=True):
+            line.append(token)
+        probs.append(drawn.probs)
+    tokens, given = drawing.result([3, 1, 2])
+    assert tokens.tolist() == [*drafted[0], drafted[1][0], *drafted[2][:2]] and given is not None
+    wanted = np.stack([probs[step][owner] for owner, step in [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]])
+    np.testing.assert_allclose(given.numpy(), wanted, rtol=2e-5, atol=1e-30)
+    assert ops.drawing([job(size, top_k=3)], 2) is None, "the whole row decides: the reference draws"
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_rows_move_on(per: int) -> None:
+    """Where rows stand after a move is where a pass of its own would put them."""
+    starts, moved, ahead = [3, 130, 4094], [2, 0, 5], 6
+    free = np.random.default_rng(0).permutation(4000).tolist()
+    pages = [[free.pop() for _ in range(-(-(start + per + ahead) // PAGE))] for start in starts]
+
+    def layout(begin: list[int], ahead: int) -> Any:
+        rows = arrange(begin, [per] * 3, pages, PAGE, {}, tile=4, max_splits=32, by_path=False, ahead=ahead)
+        shape = Shape(3 * per + 2, 4, 4, "")
+        numbers = torch.zeros(size_of(shape) + len(rows.table), dtype=torch.int32)
+        fill(rows, shape, 16_000, numbers.numpy())
+        return view(numbers, shape, 32)
+
+    fed, by = torch.arange(3 * per, dtype=torch.int32) + 7, torch.tensor(moved, dtype=torch.int32)
+    wanted = layout([start + more for start, more in zip(starts, moved, strict=True)], 0)
+    for how in (kernels, twins):
+        ours = layout(starts, ahead)
+        how.advance(ours, fed, by, page_size=PAGE, max_splits=32)
+        assert ours["tokens"].tolist() == [*fed.tolist(), 0, 0]
+        for name in ("positions", "places", "lasts", "groups", "firsts", "lengths", "splits"):
+            assert ours[name].tolist() == wanted[name].tolist(), (how.__name__, name)
+
+
+@pytest.fixture(scope="module")
+def model() -> RandomFile:
+    SHAPES["tiny"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512, tied=True)
+    return RandomFile("tiny")
+
+
+def noise(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)) * like.std()
+
+
+def on_device(model: RandomFile, pages: Pages) -> GpuBackend:
+    """On a CPU, but drawn and judged as on a GPU."""
+    backend = GpuBackend(model, pages, device="cpu", dtype=torch.float32)
+    backend.ops = DeviceSampling(CPU)
+    backend.ops.foresee, backend.ops.may_defer = backend.foresee, True
+    return backend
+
+
+def engines(model: RandomFile, method: str) -> tuple[Engine, Any]:
+    pages = Pages(128, PAGE)
+    target = on_device(model, pages)
+    if method == "layerskip":
+        drafter: Any = LayerSkipDrafter(target.view(1))
+    else:
+        drafter = ModelDrafter(on_device(model, pages), shares_slots=True)
+        weights = drafter.backend.weights  # another model, which often agrees
+        drafter.backend.weights = weights._replace(output=weights.output + 0.5 * noise(weights.output))
+    return Engine(target, [drafter]), drafter
+
+
+def check_draft(engine: Engine, drafter: Any) -> None:
+    """After every round the draft's cache holds emitted tokens only."""
+    for running in engine.loop.scheduler.running if isinstance(drafter, ModelDrafter) else ():
+        seat = drafter.seats.get(running.id)
+        if seat is not None:
+            assert not seat.ahead and seat.length == drafter.backend.length(seat.slot) < len(running.tokens)
+
+
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3, "accept": "coupled"},
+    {"temperature": 0.9, "seed": 3, "accept": "coupled", "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("method", ["model", "layerskip"])
+@pytest.mark.parametrize("settings", RULES)
+def test_a_draft_that_goes_on_by_itself_changes_no_text(
+    model: RandomFile, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)  # as on a GPU
+    engine, drafter = engines(model, method)
+    rolled: list[int] = []
+    backend = drafter.view if method == "layerskip" else drafter.backend
+    roll = backend.roll
+    monkeypatch.setattr(
+        type(backend), "roll", lambda self, spans, steps, drawing: rolled.append(steps) or roll(spans, steps, drawing)
+    )
+    prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
+    given = {"max_tokens": 30, "ignore_eos": True, **settings}
+    wanted = [one.token_ids for one in engine.generate(prompts, width=0, **given)]
+    for widths in ([4, 4, 4], [1, 5, 2]):
+        requests = [
+            Request.of(prompt, {"width": width, **given}) for prompt, width in zip(prompts, widths, strict=True)
+        ]
+        streams = engine.open_streams(requests)
+        while engine.num_requests:
+            engine.step()
+            engine.loop.check()
+            check_draft(engine, drafter)
+        ended = [[token for event in stream for token in event.tokens] for stream in streams]  # raises what went wrong
+        assert ended == wanted
+    assert engine.statistics.accepted > 20, "some drafts were kept"
+    assert ("top_p" in settings) == (not rolled), "where a row must be looked at as a whole, the reference draws"
+
+
+def test_weighed_drafts_are_those_of_the_reference(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under rejection an answer depends on what was drafted, and from which rows: with and without a look of the host
+    it is the same."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    given = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.1, "seed": 5, "accept": "rejection"}
+    prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
+    answers = []
+    for looks in (False, True):
+        engine, drafter = engines(model, "model")
+        if looks:
+            monkeypatch.setattr(drafter.backend, "roll", lambda spans, steps, drawing: False)
+        requests = [Request.of(prompt, {"width": 1 + number, **given}) for number, prompt in enumerate(prompts)]
+        answers.append([result.token_ids for result in engine.generate(requests)])
+        assert 10 < engine.statistics.accepted < engine.statistics.drafted
+    assert answers[0] == answers[1]
