@@ -179,6 +179,10 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
     monkeypatch.setattr(
         type(backend), "roll", lambda self, spans, steps, drawing: rolled.append(steps) or roll(spans, steps, drawing)
     )
+    taken: list[bool] = []
+    if method == "model":
+        take = drafter._take
+        monkeypatch.setattr(drafter, "_take", lambda *args: taken.append(take(*args)) or taken[-1])
     prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
     given = {"max_tokens": 30, "ignore_eos": True, **settings}
     wanted = [one.token_ids for one in engine.generate(prompts, width=0, **given)]
@@ -194,6 +198,8 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
         ended = [[token for event in stream for token in event.tokens] for stream in streams]  # raises what went wrong
         assert ended == wanted
     assert engine.statistics.accepted > 20, "some drafts were kept"
+    if method == "model" and rolled:
+        assert taken.count(True) > 15 and taken.count(False) < 4, "most were drafted before the host had looked"
     assert ("top_p" in settings) == (not rolled), "where a row must be looked at as a whole, the reference draws"
 
 

@@ -425,7 +425,8 @@ class Drafts:
 
     `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
     check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
-    long they took is measured there, too (`watch`).
+    long they took is measured there, too (`watch`). Who judges them may call `follow` with how many of each chain
+    stay and what comes next, both on the device: the draft goes on from there before the host has looked.
     """
 
     counts: list[int]
@@ -440,6 +441,7 @@ class Drafts:
     drawn_from: int = 0
     is_deferred: bool = False
     watch: Watch | None = None
+    follow: Callable[[Array, Array], None] | None = None
     _proposals: list[list[int]] | None = None
 
     def proposals(self) -> list[list[int]]:

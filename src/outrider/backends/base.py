@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from outrider.errors import ConfigError
-from outrider.kv.pages import Pages
+from outrider.kv.pages import Page, Pages
 from outrider.models.base import TransformerSpec
 from outrider.sampling.ops import Drawing, SamplingOps
 from outrider.types import Array, Scores, Slot
@@ -146,6 +146,26 @@ class Paged(Protocol):
         """A slot for `tokens` as `open` gives it, with saved contents as far as they join what is known."""
 
 
+class Chains(NamedTuple):
+    """Drafted chains that were judged, and what the device knows of it. B slots, N drafts."""
+
+    slots: list[Slot]
+    lengths: list[int]  # tokens before the drafts
+    lasts: list[int]  # the last of those
+    counts: list[int]  # of drafts
+    drafted: Array  # [N]
+    accepted: Array  # [B]
+    following: Array  # [B]
+
+
+class Rolled(NamedTuple):
+    """What a model drew behind a verdict: for whom, how far, and on which pages."""
+
+    slots: list[Slot]
+    steps: int
+    pages: list[list[Page]]
+
+
 class Rolling(Protocol):
     """A model that can go on by itself: what is drawn from its rows is what it is fed next."""
 
@@ -153,6 +173,16 @@ class Rolling(Protocol):
         """After `spans`, of which the last row is drawn from, feed each slot what was drawn, until `steps` tokens are
         drawn for all of them; the last one is not fed. No look of the host in between. False: it cannot, and nothing
         changed."""
+
+    def roll_on(self, chains: Chains, steps: int, drawing: Drawing) -> Rolled | None:
+        """The same behind a verdict that the host does not know yet. Nobody's length changes: when the host knows, and
+        wants what was drawn, `arrive` says whether it is good. None: it cannot."""
+
+    def arrive(self, rolled: Rolled, lengths: Mapping[Slot, int]) -> bool:
+        """Whether what was drawn stands: these slots have so many tokens now, of which it read all, and its own."""
+
+    def drop(self, rolled: Rolled) -> None:
+        """Nobody wants it."""
 
 
 class HeadHost(Backend, Protocol):

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
 
-from outrider.backends.base import Backend, Spans
+from outrider.backends.base import Backend, Chains, Rolled, Rolling, Spans
 from outrider.draft.growth import Sprout, grow
-from outrider.draft.rolling import roll
+from outrider.draft.rolling import fill, roll
+from outrider.sampling.ops import Drawing
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 FEW = 16  # tokens that a job may have unread at any time: what a round emitted
@@ -28,6 +31,14 @@ class Seat:
     length: int = 0
     ahead: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # of those ahead, when they are a tree: places among them, or -1
+
+
+class Queue(NamedTuple):
+    """What the device drafts while the host finds out how the round before ended."""
+
+    ids: list[int]  # of jobs
+    drawing: Drawing
+    rolled: Rolled
 
 
 class ModelDrafter:
@@ -48,6 +59,7 @@ class ModelDrafter:
         self._unseated: set[int] = set()  # jobs it had no room for, so far
         self._budget = chunk  # tokens of prompts it may still read in this step
         self._rolled: tuple[list[int], Drafts] | None = None  # what it drafted by itself in this round, and for whom
+        self._queue: Queue | None = None
         self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
 
     def lag(self, job: Job) -> int:
@@ -68,6 +80,9 @@ class ModelDrafter:
             self._drop_ahead(job)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.backend.info.trees for tree in trees]
+        queue, self._queue = self._queue, None
+        if queue is not None and not any(branching) and self._take(queue, jobs, rooms, drafts):
+            return drafts
         if any(branching) or not self._roll(jobs, rooms, drafts):
             grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
@@ -80,9 +95,46 @@ class ModelDrafter:
         spans = self._spans(seats, [seat.length for seat in seats], fed, [1] * len(seats))
         if not roll(self.backend, jobs, rooms, spans, drafts):
             return False
-        for job, seat in zip(active, seats, strict=True):
-            seat.length = len(job.tokens)
-        self._rolled = [job.id for job, room in zip(jobs, rooms, strict=True)], drafts
+        self._note_rolled(jobs, rooms, drafts)
+        return True
+
+    def _note_rolled(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> None:
+        """What was drafted is known after the round; and where the device can, it goes on before that."""
+        active = [job for job, room in zip(jobs, rooms, strict=True) if room]
+        for job in active:
+            self.seats[job.id].length = len(job.tokens)
+        self._rolled = [job.id for job in jobs], drafts
+        if len(active) == len(jobs):
+            drafts.follow = partial(self._follow, list(jobs), drafts)
+
+    def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> None:
+        """The verdict is known to the device: it drafts what will most likely be wanted next."""
+        steps, seats = drafts.steps, [self.seats[job.id] for job in jobs]
+        chains = Chains(
+            [seat.slot for seat in seats],
+            [len(job.tokens) for job in jobs],
+            [job.tokens[-1] for job in jobs],
+            drafts.counts,
+            drafts.tokens,
+            accepted,
+            following,
+        )
+        drawing = self.backend.ops.drawing(jobs, steps, accepted + 1)
+        rolled = None if drawing is None else cast(Rolling, self.backend).roll_on(chains, steps, drawing)
+        if drawing is not None and rolled is not None:
+            self._queue = Queue([job.id for job in jobs], drawing, rolled)
+
+    def _take(self, queue: Queue, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
+        """What was drafted before the host had looked, if it is what is wanted now."""
+        wanted = {job.id: room for job, room in zip(jobs, rooms, strict=True) if room}
+        if not wanted or max(rooms) > queue.rolled.steps or [one for one in queue.ids if one in wanted] != [*wanted]:
+            cast(Rolling, self.backend).drop(queue.rolled)
+            return False
+        lengths = {self.seats[job.id].slot: len(job.tokens) for job in jobs if job.id in wanted}
+        if not cast(Rolling, self.backend).arrive(queue.rolled, lengths):
+            return False
+        fill(drafts, rooms, [wanted.get(one, 0) for one in queue.ids], queue.rolled.steps, queue.drawing, self.backend)
+        self._note_rolled(jobs, rooms, drafts)
         return True
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from outrider.backends.base import Backend, Rolling, Spans
+from outrider.sampling.ops import Drawing
 from outrider.types import Drafts, Job
 
 
@@ -22,7 +23,14 @@ def roll(backend: Backend, jobs: Sequence[Job], rooms: Sequence[int], spans: Spa
     drawing = backend.ops.drawing(active, steps)
     if drawing is None or not cast(Rolling, backend).roll(spans, steps, drawing):
         return False
-    drafts.counts = list(rooms)
-    drafts.tokens, drafts.probs = drawing.result([room for room in rooms if room])
-    drafts.steps, drafts.drawn_from, drafts.watch = steps, backend.info.vocab_size, drawing.watch
+    fill(drafts, rooms, [room for room in rooms if room], steps, drawing, backend)
     return True
+
+
+def fill(
+    drafts: Drafts, rooms: Sequence[int], counts: Sequence[int], steps: int, drawing: Drawing, backend: Backend
+) -> None:
+    """What was drawn as drafts. counts: how many tokens are wanted of each that it was drawn for."""
+    drafts.counts = list(rooms)
+    drafts.tokens, drafts.probs = drawing.result(counts)
+    drafts.steps, drafts.drawn_from, drafts.watch = steps, backend.info.vocab_size, drawing.watch

@@ -219,6 +219,7 @@ class RunAhead:
                 flight.tags.append(Tag(job.id, length, job.epoch))
                 flight.widths.append(width + 1)  # the first is a guess of the target's own token
             if flight.jobs:
+                drafts.follow = None  # the draft is on its way already
                 drafter = cast(RunningAhead, self.router.drafters[name])
                 assumed = [len(b.tokens) - len(a.tokens) for a, b in zip(flight.jobs, flight.copies, strict=True)]
                 if self._cores is not None and not self._flights:

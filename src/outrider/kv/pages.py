@@ -61,6 +61,7 @@ class Lease:
     hashes: list[Hash]  # of its published pages, from the first on
     marked: list[int]  # published pages each store is known to fill
     promised: int = 0  # pages kept for it
+    written: int = 0  # places that a device may be writing, ahead of what is known: their pages stay
 
 
 class Usage(NamedTuple):
@@ -158,7 +159,7 @@ class Pages:
             lengths[:] = [min(other, length) for other in lengths]
             del lease.hashes[length // self.page_size :]
         lease.marked = [min(pages, held // self.page_size) for pages, held in zip(lease.marked, lengths, strict=True)]
-        keep = self._count(max(lengths))
+        keep = self._count(max(*lengths, lease.written))
         if store == 0 and len(lease.pages) > keep:
             while len(lease.pages) > keep:
                 self._drop(lease.pages.pop())

@@ -41,7 +41,10 @@ class Drawing(Protocol):
     def watch(self) -> Watch | None: ...
 
     def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
-        """The first counts[b] tokens of job b, job after job, and the rows they were drawn from. [N], [N, V]"""
+        """The first counts[b] tokens of job b, job after job, and the rows they were drawn from. [N], [N, V]
+
+        Once all are drawn.
+        """
 
 
 class _Kind(NamedTuple):
@@ -94,8 +97,11 @@ class SamplingOps:
         """Whether drafts that were drawn here may stay on the device until they are judged."""
         return False
 
-    def drawing(self, jobs: Sequence[Job], steps: int) -> Drawing | None:
-        """Draws `steps` tokens for each job without a look of the host in between; None where that cannot be."""
+    def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> Drawing | None:
+        """Draws `steps` tokens for each job without a look of the host in between; None where that cannot be.
+
+        further: tokens that each job will have more than the host knows of. [B]
+        """
         return None
 
     def draft(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> Drawn:

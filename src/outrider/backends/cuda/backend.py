@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from outrider.backends.base import Spans
+from outrider.backends.base import Chains, Rolled, Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.cuda import twins
 from outrider.backends.cuda.forward import Constants, Long
@@ -128,6 +128,7 @@ class GpuBackend(PagedSequences):
             self.ops.foresee = self.foresee
             self.ops.may_defer = not strict
         self._indices: dict[Hashable, torch.Tensor] = {}  # places of a pass's tokens, as they come again and again
+        self._numbers = torch.arange(GRAPH_ROWS[-1], device=self.device)
         self._ones = torch.ones(GRAPH_ROWS[-1], dtype=torch.int32, device=self.device)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
@@ -142,28 +143,94 @@ class GpuBackend(PagedSequences):
         return Scores(rows, array_of(logits), hidden={layer: array_of(state) for layer, state in states.items()})
 
     def roll(self, spans: Spans, steps: int, drawing: Drawing) -> bool:
-        count, size = len(spans.slots), self.info.vocab_size
         ends = [start + fed for start, fed in zip(spans.starts, spans.counts, strict=True)]
-        if self.strict or count > GRAPH_ROWS[-1] or max(ends) + steps - 1 > self.info.context:
+        if not self._can_roll(spans.slots, [end + steps - 1 for end in ends]):
             return False
-        if not all(self.pages.make_room(slot, end + steps - 1) for slot, end in zip(spans.slots, ends, strict=True)):
-            return False
-        tokens = drawing.step(self.score(spans).logits[:, :size])
-        if steps == 1:
-            return True
-        once = [1] * count
-        after = replace(spans, starts=ends, counts=once, rows=once, parents={}, later=None)
+        tokens = drawing.step(self.score(spans).logits[:, : self.info.vocab_size])
+        self._staged = self._queued = None  # where its program stood, nobody stands now
+        if steps > 1:
+            self._roll(spans.slots, ends, tokens, None, 0, steps, drawing)
+        for slot, end in zip(spans.slots, ends, strict=True):
+            self._advance(slot, end + steps - 1)
+        return True
+
+    def roll_on(self, chains: Chains, steps: int, drawing: Drawing) -> Rolled | None:
+        """Each chain is fed its last two tokens, of which the first may be known: all verdicts look alike, then."""
+        count, most = len(chains.slots), max(chains.counts)
+        ends = [length + most + steps for length in chains.lengths]  # if all drafts stay
+        if not self._can_roll(chains.slots, ends) or 2 * count > GRAPH_ROWS[-1]:
+            return None
         with torch.inference_mode(), on(self.device):
-            program = self._stage(after, _whole(once), (), ahead=steps - 2).program
-            self._staged = self._queued = None  # where this program stood, nobody stands now
-            program.run(tokens)
+            lasts = torch.tensor(chains.lasts, dtype=torch.int32, device=self.device)
+            tokens = torch.cat([lasts, torch.as_tensor(chains.drafted).int()])
+            ends_at = remember(self._indices, ("ends", *chains.counts), lambda: self._ends(chains.counts))
+            before = tokens[torch.where(chains.accepted > 0, ends_at + chains.accepted, self._numbers[:count])]
+            fed = torch.stack([before, chains.following.int()], dim=1).flatten().clamp(min=0)
+            pairs = [2] * count
+            starts = [length - 1 for length in chains.lengths]
+            spans = Spans(chains.slots, starts, pairs, pairs, fed)
+            program = self._stage(spans, _whole(pairs), (), ahead=most).program
+            self._staged = self._queued = None
+            program.run(fed, by=chains.accepted)
+            self._record(program)
+            tokens = drawing.step(program.logits[1 : 2 * count : 2, : self.info.vocab_size])
+            if steps > 1:
+                after = [length + 1 for length in chains.lengths]
+                self._roll(chains.slots, after, tokens, chains.accepted, most, steps, drawing)
+        leases = [self.pages.leases[slot] for slot in chains.slots]
+        for lease, end in zip(leases, ends, strict=True):
+            lease.written = end
+        return Rolled(chains.slots, steps, [list(lease.pages) for lease in leases])
+
+    def _ends(self, counts: Sequence[int]) -> torch.Tensor:
+        """Where each chain's last token before its drafts would be, in a row of all last tokens and then all drafts."""
+        ends = np.cumsum(counts) - counts + len(counts) - 1
+        return torch.from_numpy(ends.astype(np.int64)).to(self.device)
+
+    def arrive(self, rolled: Rolled, lengths: Mapping[Slot, int]) -> bool:
+        self.drop(rolled)
+        held = dict(zip(rolled.slots, rolled.pages, strict=True))
+        for slot, length in lengths.items():
+            end = length + rolled.steps - 1
+            used = -(-end // self.pages.page_size)
+            if not self.pages.make_room(slot, end) or self.pages.leases[slot].pages[:used] != held[slot][:used]:
+                return False
+        for slot, length in lengths.items():
+            self._advance(slot, length + rolled.steps - 1)
+        return True
+
+    def drop(self, rolled: Rolled) -> None:
+        for slot in rolled.slots:
+            if slot in self.pages.leases:
+                self.pages.leases[slot].written = 0
+
+    def _can_roll(self, slots: Sequence[Slot], ends: Sequence[int]) -> bool:
+        if self.strict or len(slots) > GRAPH_ROWS[-1] or max(ends) > self.info.context:
+            return False
+        return all(self.pages.make_room(slot, end) for slot, end in zip(slots, ends, strict=True))
+
+    def _roll(
+        self,
+        slots: list[Slot],
+        starts: list[int],
+        tokens: Any,
+        by: torch.Tensor | None,
+        most: int,
+        steps: int,
+        drawing: Drawing,
+    ) -> None:
+        """All steps but the first, one token of each slot at a time. by: how far behind `starts` they are."""
+        count, size = len(slots), self.info.vocab_size
+        once = [1] * count
+        with torch.inference_mode(), on(self.device):
+            spans = Spans(slots, starts, once, once, tokens)
+            program = self._stage(spans, _whole(once), (), ahead=most + steps - 2).program
+            self._staged = None
+            program.run(tokens, by=by)
             self._record(program)
             for _ in range(steps - 2):
                 program.run_on(drawing.step(program.logits[:count, :size]), self._ones[:count])
             drawing.step(program.logits[:count, :size])
-        for slot, end in zip(spans.slots, ends, strict=True):
-            self._advance(slot, end + steps - 1)
-        return True
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass."""

@@ -97,8 +97,11 @@ class Program:
         used = fill(rows, self.layout.shape, self.model.scratch, self._host)
         self._upload = (self._numbers[:used], self._staged[:used])
 
-    def run(self, tokens: Any, later: Later | None = None) -> None:
-        """What was staged, with these tokens, which may be on the device already. Fills `logits` and `states`."""
+    def run(self, tokens: Any, later: Later | None = None, by: torch.Tensor | None = None) -> None:
+        """What was staged, with these tokens, which may be on the device already. Fills `logits` and `states`.
+
+        by: how much further its chains stand than what was staged says, if only the device knows.
+        """
         on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
         if not on_device:
             self._host[: len(tokens)] = tokens
@@ -111,7 +114,10 @@ class Program:
             self.layout["tokens"][: len(tokens)].copy_(tokens)
         if later is not None:
             self.layout["tokens"].index_copy_(0, later.places, later.tokens)
-        self._go()
+        if by is None:
+            self._go()
+        else:
+            self.run_on(tokens, by)
 
     def run_on(self, tokens: torch.Tensor, by: torch.Tensor) -> None:
         """The same once more, its chains so many places further on and with these tokens, which the device knows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ class DeviceSampling(SamplingOps):
             drafts._proposals = drafts.proposals()  # looked at by the host several times in a round, copied once
         return super().adopt(drafts)
 
-    def drawing(self, jobs: Sequence[Job], steps: int) -> Drawing | None:
+    def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> Drawing | None:
         controls = self._controls_of(jobs, [1] * len(jobs))
         if _needs_shaping(controls):
             return None
@@ -84,7 +85,10 @@ class DeviceSampling(SamplingOps):
         certain = None
         if not all(controls.weighed):  # rows of drafts that are not weighed are one-hot
             certain = torch.from_numpy(np.where(controls.weighed, 1.0, 0.0).astype(np.float32)).to(self.device)
-        return Drawing(self._upload(asked), settings, any(controls.weighed), certain, self.device)
+        there = self._upload(asked)
+        if further is not None:
+            there[:, :, 2] += 4 * further
+        return Drawing(there, settings, any(controls.weighed), certain, self.device)
 
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         if not jobs or scores.counts != [count + 1 for count in drafts.counts]:  # no row behind the last draft
@@ -119,28 +123,30 @@ class DeviceSampling(SamplingOps):
         asked = self._upload(rows)
         if not any(drafts.counts):
             chosen = choose(logits, asked, settings).tokens
-            following = self._told(chosen, foreseen=chosen)
+            following = self._told(chosen, None if self.foresee is None else partial(self.foresee, chosen))
             ends, bad = form.jobs[:, 0], following < 0
             self.known = chosen, following
         else:
             is_rejecting = np.asarray([job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs])
             about = form.jobs.copy()
             about[:, 1] = is_rejecting
+            there = self._upload(about)
             tokens = torch.as_tensor(drafts.tokens)
             out, _ = rule(
                 logits,
                 tokens.clamp(min=0) if drafts.is_deferred else tokens,
                 drafts.probs,
                 asked,
-                self._upload(about),
+                there,
                 settings,
                 rejects=bool(is_rejecting.any()),
                 branches=bool(drafts.parents),
             )
-            told = out.flatten()
-            told = self._told(
-                torch.cat([told, tokens.int()]) if drafts._proposals is None else told, watch=drafts.watch
-            )
+            numbers, follow = out.flatten(), drafts.follow
+            if drafts._proposals is None:
+                numbers = torch.cat([numbers, tokens.int()])
+            meanwhile = None if follow is None else partial(follow, out[:, 0] - there[:, 0], out[:, 1])
+            told = self._told(numbers, meanwhile, drafts.watch)
             verdict = told[: out.numel()].reshape(out.shape)
             ends, following, bad = verdict[:, 0], verdict[:, 1], verdict[:, 2] > 0
             if drafts._proposals is None:
@@ -155,7 +161,9 @@ class DeviceSampling(SamplingOps):
         key = (tuple(drafts.counts), tuple((index, tuple(line)) for index, line in drafts.parents.items()))
         return remember(self._forms, key, lambda: _build_form(drafts.counts, drafts.parents))
 
-    def _told(self, numbers: torch.Tensor, foreseen: torch.Tensor | None = None, watch: Watch | None = None) -> Any:
+    def _told(
+        self, numbers: torch.Tensor, meanwhile: Callable[[], None] | None = None, watch: Watch | None = None
+    ) -> Any:
         """Some integers of the device on the host. What comes next is queued before anybody waits. [n] int64"""
         if len(numbers) > len(self._arrived):
             self._arrived = torch.empty(2 * len(numbers), dtype=torch.int32, pin_memory=numbers.is_cuda)
@@ -165,8 +173,8 @@ class DeviceSampling(SamplingOps):
             self._has_arrived.record()
         if isinstance(watch, StopWatch):
             watch.mark(2)
-        if self.foresee is not None and foreseen is not None:
-            self.foresee(foreseen)
+        if meanwhile is not None:
+            meanwhile()
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
         return arrived.numpy().astype(np.int64)
@@ -235,6 +243,8 @@ class Drawing:
             self._tokens[:, number] = chosen.tokens
             if self._is_weighed:
                 self._keep(logits, chosen, number)
+            if self.watch is not None and self._step == len(self._asked):
+                self.watch.mark(1)
             return chosen.tokens.clamp(min=0)  # -1: a row that cannot be used; the host will see
 
     def _keep(self, logits: torch.Tensor, chosen: Any, number: int) -> None:
@@ -248,8 +258,6 @@ class Drawing:
 
     def result(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first counts[b] tokens of job b, job after job, and their rows. [N], [N, V]"""
-        if self.watch is not None:
-            self.watch.mark(1)
         steps = self._tokens.shape[1]
         tokens, probs = self._tokens.flatten(), None if self._probs is None else self._probs.flatten(0, 1)
         if any(count != steps for count in counts):
