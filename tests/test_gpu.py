@@ -27,6 +27,7 @@ from outrider.errors import ConfigError, ModelSourceError, RequestError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
 from outrider.sampling.noise import Noise, Stream, seed_words
+from outrider.types import Request
 
 PAGE = 4
 
@@ -232,7 +233,7 @@ def test_the_next_pass_is_queued_before_the_host_looks(
     engine, foreseen = gpu_engine(model, counting), []
     target: Any = engine.loop.target
     run = target.foresee
-    target.ops.foresee = lambda chosen: (run(chosen), foreseen.append(target._queued is chosen))
+    target.ops.foresee = lambda chosen: (run(chosen), foreseen.append(target._queued is not None))
     plain = Engine(TransformerBackend(model, Pages(64, PAGE)), [])
     prompts = [[1, 2, 3, 4], [7, 8, 9] * 5]
     wanted = [plain.generate(prompt, max_tokens=40, **settings).token_ids for prompt in prompts]
@@ -248,6 +249,32 @@ def test_the_next_pass_is_queued_before_the_host_looks(
     together = engine.generate(prompts[1], max_tokens=40, width=3, **settings)  # joins in the middle, and drafts
     assert together.token_ids == wanted[1]
     assert tokens + [token for event in stream for token in event.tokens] == wanted[0]
+
+
+def test_a_batch_is_queued_whoever_comes_and_goes(kernels: ModuleType, model: RandomFile) -> None:
+    """Answers end one by one, and somebody joins: what was computed ahead is used, and no text changes."""
+    counting = Counting()
+    engine = gpu_engine(model, counting)
+    plain = Engine(TransformerBackend(model, Pages(64, PAGE)), [])
+    prompts = [[1, 2, 3, 4], [7, 8, 9] * 3, [5] * 6]
+    given: dict[str, Any] = {"temperature": 0.8, "seed": 2, "accept": "coupled", "width": 0, "ignore_eos": True}
+    lengths = [30, 9, 17]
+    requests = [
+        Request.of(prompt, {"max_tokens": length, **given}) for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    wanted = [plain.generate(request).token_ids for request in requests]
+    before = counting.passes
+    assert [result.token_ids for result in engine.generate(requests)] == wanted
+    assert counting.passes - before == 30, "one for each token of the longest: nothing was computed twice"
+    streams = engine.open_streams(requests[:2])
+    for _ in range(5):
+        engine.step()
+    before = counting.passes
+    (late,) = engine.open_streams(requests[2:])
+    answers = [[token for event in stream for token in event.tokens] for stream in (*streams, late)]
+    assert answers == wanted
+    # one of the 25 passes to come is queued already; who joins is read in a pass of its own, beside that
+    assert counting.passes - before == 24 + 1
 
 
 @pytest.mark.parametrize("options", [{"width": 3}, {"width": 6, "tree": True}])
@@ -296,18 +323,15 @@ def test_a_pass_that_was_expected_is_forgotten_when_another_comes(
 
     def decode(goes_on: bool) -> None:
         at = backend.length(slot)
-        backend.score(Spans([slot], [at], [1], [1], np.array([5]), goes_on=goes_on))
+        backend.score(Spans([slot], [at], [1], [1], np.array([5]), goes_on=[0] if goes_on else []))
 
     chosen = torch.tensor([3], dtype=torch.int32)
     decode(goes_on=True)
     backend.foresee(chosen)
-    assert backend._queued is chosen, "it goes on"
+    assert backend._queued is not None and backend._queued.chosen is chosen, "it goes on"
     decode(goes_on=False)
     backend.foresee(chosen)
     assert backend._queued is None, "it does not"
-    decode(goes_on=True)
-    backend.foresee(torch.tensor([3, 4], dtype=torch.int32))
-    assert backend._queued is None, "these are of another pass"
     decode(goes_on=True)
     backend.score(Spans([other], [0], [9], [1], np.arange(9)))
     backend.foresee(chosen)
@@ -315,7 +339,7 @@ def test_a_pass_that_was_expected_is_forgotten_when_another_comes(
     decode(goes_on=True)
     fork = backend.fork(slot)
     decode(goes_on=True)
-    assert backend._may_run and fork is not None, "after a fork it writes into a page of its own"
+    assert backend._expected and fork is not None, "after a fork it writes into a page of its own"
 
 
 def test_heads_read_more_rows_than_a_strict_pass_has(kernels: ModuleType, model: RandomFile) -> None:

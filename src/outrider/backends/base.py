@@ -62,7 +62,8 @@ class Spans:
         fed      t  a  b   then  c  d
         parents -1  0  0        -1  0  0  1  3
 
-    `goes_on` is a hint: plain decoding of one sequence, which most likely feeds the token chosen from this row next.
+    `goes_on` is a hint: spans (by index) of single tokens after which most likely the token chosen from their row is
+    fed, and nothing else.
     `later` are tokens that only the device knows (`Drafts.is_deferred`): their places among `tokens`, which hold zeros
     there, and their values. Only a model whose sampling defers drafts is given any.
     """
@@ -73,7 +74,7 @@ class Spans:
     rows: list[int]
     tokens: Array  # [sum(counts)] integers, slot after slot
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    goes_on: bool = False
+    goes_on: Sequence[int] = ()
     later: tuple[Sequence[int], Array] | None = None
 
 

@@ -183,12 +183,12 @@ class AdaptiveController:
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
         return self._lookups.worth(drafter, jobs, drafts)
 
-    def rests(self, job: Job) -> bool:
-        if all(name in self._lookups.names for name in job.drafters):
-            return self._lookups.rests(job)
-        stands = self._left > 0 and self._jobs == [job] and not any(ask.width for ask in self._asks[0])
-        looks = any(name in self._lookups.names for name in job.drafters)
-        return stands and (not looks or self._lookups.rests(job))
+    def rests(self, jobs: Sequence[Job]) -> bool:
+        looks = [[name in self._lookups.names for name in job.drafters] for job in jobs]
+        if not all(self._lookups.rests(job) for job, looking in zip(jobs, looks, strict=True) if any(looking)):
+            return False
+        stands = self._left > 0 and not any(ask.width for asks in self._asks for ask in asks)
+        return stands or all(map(all, looks))
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:

@@ -14,7 +14,9 @@ from outrider.spec.blame import blaming
 from outrider.types import Drafts, Job, Plan, Scores, Slot, Verdicts
 
 
-def score(target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = (), goes_on: bool = False) -> Scores:
+def score(
+    target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = (), goes_on: Sequence[int] = ()
+) -> Scores:
     """ONE target pass for prompt chunks, pending tokens and drafts alike."""
     spans, info = _spans(target, plan, drafts), target.info
     spans.goes_on = goes_on

@@ -40,8 +40,8 @@ class Controller(Protocol):
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
         """How many tokens of each looked-up proposal to judge (`Drafts.matched`)."""
 
-    def rests(self, job: Job) -> bool:
-        """Whether the job will get no drafts in the next round, either."""
+    def rests(self, jobs: Sequence[Job]) -> bool:
+        """Whether none of the jobs whose width is free will get drafts in the next round, either."""
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """What a round cost and brought."""
@@ -60,14 +60,15 @@ class WidthChooser:
         self._max_width = max_width
         self.controller = controller
 
-    def goes_on(self, plan: Plan) -> bool:
-        """Whether this is one request's plain decoding that goes on after the round (`Spans.goes_on`)."""
-        if plan.reading or len(plan.deciding) != 1:
-            return False
-        job = plan.deciding[0]
-        if any(ask.width for ask in plan.asks[0]) or len(job.tokens) + 1 >= job.limit:
-            return False
-        return job.width == 0 or not job.drafters or (job.width is None and self.controller.rests(job))
+    def goes_on(self, plan: Plan) -> list[int]:
+        """Which deciding jobs most likely go on plainly after a round in which all are plain (`Spans.goes_on`)."""
+        jobs = plan.deciding
+        if plan.reading or any(ask.width for asks in plan.asks for ask in asks):
+            return []
+        free = [job for job in jobs if job.drafters and job.width is None]
+        if any(job.drafters and job.width for job in jobs) or (free and not self.controller.rests(free)):
+            return []
+        return [place for place, job in enumerate(jobs) if len(job.tokens) + 1 < job.limit]
 
     def choose(self, jobs: Sequence[Job], rows: int) -> list[Choice]:
         """For every deciding job of a pass in which others are fed `rows` tokens."""

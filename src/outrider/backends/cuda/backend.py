@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,14 @@ class Staged(NamedTuple):
             and self.hidden == tuple(hidden)
             and all(pages.leases[slot].pages == ids for slot, ids in zip(self.slots, self.pages, strict=True))
         )
+
+
+class Queued(NamedTuple):
+    """A pass of single tokens that runs before anybody asked."""
+
+    staged: Staged
+    rows: tuple[int, ...]  # of the verdict that it was fed, one for each of its slots
+    chosen: torch.Tensor  # that verdict
 
 
 class GpuBackend(PagedSequences):
@@ -122,8 +131,9 @@ class GpuBackend(PagedSequences):
         self._programs: dict[Hashable, Program] = {}
         self._work: dict[int, Work] = {}  # by rows: programs run one after another, and what they leave is copied
         self._staged: Staged | None = None  # what will probably come next
-        self._may_run = False  # whether that may be queued before anybody asked
-        self._queued: torch.Tensor | None = None  # then: the tokens it was fed
+        self._expected: tuple[int, ...] = ()  # rows whose tokens it is fed, if it may run before anybody asked
+        self._queued: Queued | None = None  # then it does
+        self._done: Program | None = None  # that was queued and is asked for now
         if isinstance(self.ops, DeviceSampling):
             self.ops.foresee = self.foresee
             self.ops.may_defer = not strict
@@ -132,11 +142,13 @@ class GpuBackend(PagedSequences):
         self._ones = torch.ones(GRAPH_ROWS[-1], dtype=torch.int32, device=self.device)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
-        self._may_run = False
+        self._expected = ()
         check_spans(spans, hidden, self.info, self.length)
         self._make_room(spans)
         with torch.inference_mode(), on(self.device):
-            logits, states = (self._score_strictly if self.strict else self._score_once)(spans, hidden)
+            done = self._take_queued(spans, tuple(hidden))
+            logits, states = self._score_rest(spans, hidden, done) if done else self._score(spans, hidden)
+            self._look_ahead(spans, tuple(hidden))
         for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
             self._advance(slot, start + count)
         rows = [rows for rows in spans.rows if rows]
@@ -232,6 +244,9 @@ class GpuBackend(PagedSequences):
                 program.run_on(drawing.step(program.logits[:count, :size]), self._ones[:count])
             drawing.step(program.logits[:count, :size])
 
+    def _score(self, spans: Spans, hidden: Sequence[int]) -> Scored:
+        return (self._score_strictly if self.strict else self._score_once)(spans, hidden)
+
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass."""
         is_long = [count > LONG and index not in spans.parents for index, count in enumerate(spans.counts)]
@@ -256,21 +271,15 @@ class GpuBackend(PagedSequences):
     def _score_pieces(self, spans: Spans, pieces: Sequence[Piece], tokens: Any, hidden: Sequence[int]) -> Scored:
         """A pass of a few rows, through a graph where there are graphs."""
         staged, self._staged = self._staged, None
-        queued, self._queued = self._queued, None
         if staged is None or not staged.is_for(spans, pieces, hidden, self.pages):
-            staged, queued = self._stage(spans, pieces, tuple(hidden)), None
+            staged = self._stage(spans, pieces, tuple(hidden))
         program = staged.program
-        if queued is None or not self._fed(queued, tokens) or program.work.holder is not program:
-            program.run(tokens, self._later(spans))
+        program.run(tokens, self._later(spans))
         self._record(program)
         total, wanted = sum(piece.size for piece in pieces), _wanted(spans, pieces)
         states = {layer: program.states[layer][:total].clone() for layer in hidden}
-        if len(wanted) == total:
-            logits = program.logits[:total].clone()
-            self._look_ahead(spans, pieces, tuple(hidden))
-        else:
-            logits = program.logits[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
-        return logits, states
+        rows = slice(total) if len(wanted) == total else torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        return program.logits[rows].clone(), states
 
     def _record(self, program: Program) -> None:
         """From its second run on, a pass of a few rows is a graph."""
@@ -282,10 +291,9 @@ class GpuBackend(PagedSequences):
         if spans.later is None:
             return None
         places, tokens = spans.later
-        index = remember(
-            self._indices, tuple(places), lambda: torch.tensor(places, dtype=torch.int64, device=self.device)
-        )
-        return Later(index, torch.as_tensor(tokens).clamp(min=0).int())  # -1: no token; the judge will see to it
+        return Later(
+            self._index(tuple(places)), torch.as_tensor(tokens).clamp(min=0).int()
+        )  # -1: no token; the judge will see to it
 
     def _stage(self, spans: Spans, pieces: Sequence[Piece], hidden: tuple[int, ...], ahead: int = 0) -> Staged:
         rows, tile = self._arrange(spans, pieces, ahead=ahead)
@@ -301,34 +309,86 @@ class GpuBackend(PagedSequences):
         pages = [list(self.pages.leases[slot].pages) for slot in spans.slots]
         return Staged(program, list(spans.slots), list(spans.starts), list(pieces), hidden, pages)
 
-    def _look_ahead(self, spans: Spans, pieces: Sequence[Piece], hidden: tuple[int, ...]) -> None:
+    def _look_ahead(self, spans: Spans, hidden: tuple[int, ...]) -> None:
         """After single tokens mostly the next ones follow: their pass is written down while the device is busy."""
-        if len(pieces) != len(spans.slots) or any(piece.size != 1 for piece in pieces) or spans.parents:
+        count = len(spans.slots)
+        if spans.parents or not sum(spans.counts) == sum(spans.rows) == count:
             return
-        starts, size = [start + 1 for start in spans.starts], self.pages.page_size
-        held = [len(self.pages.leases[slot].pages) * size for slot in spans.slots]
-        if all(start < room for start, room in zip(starts, held, strict=True)):
-            self._staged = self._stage(replace(spans, starts=starts), pieces, hidden)
-            written = [self.pages.leases[slot].pages[at // size] for slot, at in zip(spans.slots, starts, strict=True)]
-            self._may_run = spans.goes_on and all(map(self.pages.is_own, written))
+        expected = tuple(
+            place for place in spans.goes_on if self.pages.make_room(spans.slots[place], spans.starts[place] + 2)
+        )
+        places = expected or range(count)
+        slots, starts = [spans.slots[place] for place in places], [spans.starts[place] + 1 for place in places]
+        held = [len(self.pages.leases[slot].pages) * self.pages.page_size for slot in slots]
+        if len(slots) > (STRICT_ROWS if self.strict else GRAPH_ROWS[-1]) or not all(map(int.__lt__, starts, held)):
+            return
+        once = [1] * len(slots)
+        self._staged = self._stage(Spans(slots, starts, once, once, None), _whole(once), hidden)
+        self._expected = expected
 
     def foresee(self, chosen: torch.Tensor) -> None:
         """The tokens that were just chosen, on the device: where plain decoding goes on, the pass that feeds them is
         queued at once, and the host's work for a round costs nothing. If something else is fed after all, what this
         wrote lies beyond its sequence's length, and is written over.
         """
-        staged, may_run, self._may_run = self._staged, self._may_run, False
-        if staged is None or not may_run or len(chosen) != len(staged.slots):
+        staged, expected, self._expected = self._staged, self._expected, ()
+        if staged is None or not expected or expected[-1] >= len(chosen):
             return
         if staged.program.is_recorded or not self._has_graphs:
             with torch.inference_mode(), on(self.device):
-                staged.program.run(chosen.clamp(min=0))  # -1 is a row without a token: nobody will go on there
-            self._queued = chosen
+                tokens = chosen if len(expected) == len(chosen) else chosen[self._index(expected)]
+                staged.program.run(tokens.clamp(min=0))  # -1 is a row without a token: nobody will go on there
+            self._queued, self._staged = Queued(staged, expected, chosen), None
 
-    def _fed(self, queued: torch.Tensor, tokens: Any) -> bool:
-        """Whether what was queued is what is asked for now. The host knows by now what was chosen."""
+    def _take_queued(self, spans: Spans, hidden: tuple[int, ...]) -> dict[int, int]:
+        """Which spans of a pass were computed before anybody asked: their places there. The host knows by now what was
+        chosen, and so what was fed."""
+        queued, self._queued = self._queued, None
         known = self.ops.known if isinstance(self.ops, DeviceSampling) else None
-        return known is not None and known[0] is queued and np.array_equal(known[1], tokens)
+        if queued is None or known is None or known[0] is not queued.chosen:
+            return {}
+        staged = queued.staged
+        if staged.hidden != hidden or staged.program.work.holder is not staged.program:
+            return {}
+        fed, tokens, done = known[1].tolist(), spans.tokens.tolist(), {}
+        places, ends = {slot: place for place, slot in enumerate(staged.slots)}, accumulate(spans.counts)
+        for index, (slot, end) in enumerate(zip(spans.slots, ends, strict=True)):
+            place = places.get(slot)
+            if place is None or spans.counts[index] != 1 or spans.starts[index] != staged.starts[place]:
+                continue
+            pages = staged.pages[place]
+            if tokens[end - 1] == fed[queued.rows[place]] and self.pages.leases[slot].pages[: len(pages)] == pages:
+                done[index] = place
+        self._done = staged.program
+        return done
+
+    def _score_rest(self, spans: Spans, hidden: Sequence[int], done: Mapping[int, int]) -> Scored:
+        """A pass of which some spans are done: those that are not, and all of it together."""
+        program, places = self._done, self._index(tuple(done.values()))
+        assert program is not None, "something is done, so there is a program that did it"
+        ours = program.logits[places], {layer: program.states[layer][places] for layer in hidden}
+        rest = [index for index in range(len(spans.slots)) if index not in done]
+        if not rest:
+            return ours
+        firsts = [end - count for end, count in zip(accumulate(spans.counts), spans.counts, strict=True)]
+        fed = [firsts[index] + at for index in rest for at in range(spans.counts[index])]
+        some = Spans(
+            [spans.slots[index] for index in rest],
+            [spans.starts[index] for index in rest],
+            [spans.counts[index] for index in rest],
+            [spans.rows[index] for index in rest],
+            spans.tokens[np.asarray(fed)],
+            {at: spans.parents[index] for at, index in enumerate(rest) if index in spans.parents},
+            later=None if spans.later is None else ([fed.index(place) for place in spans.later[0]], spans.later[1]),
+        )
+        logits, states = self._score(some, hidden)
+        order = [*done, *rest]
+        rows = torch.cat([ours[0], logits])[self._index(_back(order, spans.rows))]
+        at = self._index(_back(order, spans.counts))
+        return rows, {layer: torch.cat([ours[1][layer], states[layer]])[at] for layer in hidden}
+
+    def _index(self, places: tuple[int, ...]) -> torch.Tensor:
+        return remember(self._indices, places, lambda: torch.tensor(places, dtype=torch.int64, device=self.device))
 
     def _program(self, shape: Shape, hidden: tuple[int, ...], needed: int) -> Program:
         """For passes of a shape, whose page ids and paths take `needed` integers."""
@@ -468,6 +528,15 @@ def _wanted(spans: Spans, pieces: Sequence[Piece]) -> list[int]:
         wanted += range(at + begin, at + count)
         at += count
     return wanted
+
+
+def _back(order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Blocks lie in this order: where the entries of block 0 are, of block 1, and so on."""
+    first, at = {}, 0
+    for block in order:
+        first[block] = at
+        at += sizes[block]
+    return tuple(first[block] + entry for block, size in enumerate(sizes) for entry in range(size))
 
 
 def _whole(counts: Sequence[int]) -> list[Piece]:
