@@ -19,7 +19,9 @@ from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
+from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
+from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
 from outrider.types import Drafts, Request, Scores
@@ -218,3 +220,45 @@ def test_weighed_drafts_are_those_of_the_reference(model: RandomFile, monkeypatc
         answers.append([result.token_ids for result in engine.generate(requests)])
         assert 10 < engine.statistics.accepted < engine.statistics.drafted
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_a_synthetic_draft_is_right_as_often_as_it_is_told(model: RandomFile, share: float) -> None:
+    SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
+    engine = Engine.load("random:tiny-untied:counting", draft=f"synthetic:tiny@{share}", device="cpu")
+    result = engine.generate([3, 4, 5], width=4, max_tokens=200, temperature=0.0, ignore_eos=True)
+    assert result.token_ids == [(6 + place) % 60 for place in range(200)], "the target counts, whatever was drafted"
+    seen = result.statistics
+    judged = seen.accepted + seen.rejected
+    assert abs(seen.accepted / judged - share) < 0.1
+
+
+def test_a_synthetic_draft_rolls(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device, and behind a verdict that the host does not know: the same text, the same share."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
+    pages = Pages(256, PAGE)
+    target, draft = on_device(RandomFile("tiny-untied:counting"), pages), on_device(model, pages)
+    drafter = SyntheticDrafter(draft, 0.8, shares_slots=True)
+    engine = Engine(target, [drafter])
+    prompts = [[3, 4, 5], [50, 51]]
+    results = engine.generate(prompts, width=3, max_tokens=120, temperature=0.0, ignore_eos=True)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == [(prompt[-1] + 1 + place) % 60 for place in range(120)]
+    seen = engine.statistics
+    assert abs(seen.accepted / (seen.accepted + seen.rejected) - 0.8) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "message"),
+    [
+        ("random:tiny", "synthetic:tiny@0.5", "a target whose words are known, not tiny"),
+        ("random:tiny:counting", "none", "cannot count; choose one of llama-3.1-8b"),
+        ("random:tiny:singing", "none", "write random:tiny or random:tiny:counting"),
+        ("random:tiny", "synthetic:tiny", "write synthetic:llama-3.2-1b@0.8"),
+        ("random:tiny", "synthetic:tiny@1.5", "write synthetic:llama-3.2-1b@0.8"),
+    ],
+)
+def test_what_is_measured_must_fit(model: RandomFile, target: str, draft: str, message: str) -> None:
+    with pytest.raises(OutriderError, match=message):
+        Engine.load(target, draft=draft, device="cpu")

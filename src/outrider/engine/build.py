@@ -16,6 +16,7 @@ from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.reencode import ReencodeDrafter
 from outrider.draft.suffix import SuffixDrafter
+from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.vocab import TranslatedBackend, TranslatedDrafter, Translation, Vocabulary
 from outrider.engine.engine import Engine
 from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
@@ -103,7 +104,7 @@ def _load(
     target: Named | MockConfig | Backend, specs: Sequence[DraftSpec], config: ModelConfig, clock: Clock | None
 ) -> tuple[Target, list[Loaded | None]]:
     """The target, and for every drafter the model it needs. Names are loaded together, so that they can share pages."""
-    names: list[Named] = [spec.value for spec in specs if spec.method in ("model", "reencode")]
+    names: list[Named] = [spec.model for spec in specs if spec.model is not None]
     if isinstance(target, MockConfig):
         if config.backend not in ("auto", "mock"):
             raise ConfigError(
@@ -121,11 +122,11 @@ def _load(
     elif config.backend == "mock":
         raise ConfigError(f"{target} is no mock; name one of the mocks, or another backend", param="backend")
     else:
-        may_share = [spec.method == "model" for spec in specs if spec.method in ("model", "reencode")]
+        may_share = [spec.method != "reencode" for spec in specs if spec.model is not None]
         whole, *loaded = load_models(target, names, may_share, config)
         first = Target(whole.backend, whole.tokenizer)
     models = iter(loaded)
-    return first, [next(models) if spec.method in ("model", "reencode") else None for spec in specs]
+    return first, [None if spec.model is None else next(models) for spec in specs]
 
 
 def _refuse_unused(config: ModelConfig, what: str) -> None:
@@ -153,11 +154,23 @@ def _drafter(
     ours = tokenizer or target.tokenizer
     if spec.method == "reencode":
         return ReencodeDrafter(model.backend, _translation(backend, ours, model), chunk=chunk)
+    if spec.method == "synthetic":
+        return _synthetic(backend, model, spec.value.share, chunk)
     same_size = model.backend.info.vocab_size == backend.info.vocab_size
     if model.shares_slots or (same_size and mean_the_same(target.tokenizer, model.tokenizer)):
         return ModelDrafter(model.backend, chunk=chunk, shares_slots=model.shares_slots)
     translated = TranslatedBackend(model.backend, _translation(backend, ours, model))
     return TranslatedDrafter(translated, chunk=chunk)
+
+
+def _synthetic(target: Backend, draft: Loaded, share: float, chunk: int) -> Drafter:
+    if not target.info.name.endswith(":counting"):
+        raise ConfigError(
+            f"synthetic needs a target whose words are known, not {target.info.name}; use random:llama-3.1-8b:counting",
+            param="draft",
+        )
+    _check_sizes(target, draft.backend)
+    return SyntheticDrafter(draft.backend, share, chunk=chunk, shares_slots=draft.shares_slots)
 
 
 def _translation(target: Backend, tokenizer: Tokenizer | None, draft: Loaded) -> Translation:

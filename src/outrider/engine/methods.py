@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,9 +54,24 @@ METHODS = {
         "A model of another vocabulary writes text, which is encoded for the target.",
         "a small model and both tokenizers",
     ),
+    "synthetic": Method(
+        "synthetic:SHAPE@SHARE",
+        "For measuring: a draft of that shape whose tokens are right so often (synthetic:llama-3.2-1b@0.8).",
+        "a target that counts: random:llama-3.1-8b:counting",
+    ),
 }
 BARE = ("none", "ngram", "suffix", "layerskip")  # can stand without a value
 WITH_PATH = ("medusa", "eagle", "reencode")
+
+
+class Synthetic(NamedTuple):
+    """What `synthetic` is asked for."""
+
+    model: str
+    share: float  # of tokens that are right
+
+    def __str__(self) -> str:
+        return f"{self.model.removeprefix('random:')}@{self.share:g}"
 
 
 class DraftSpec(NamedTuple):
@@ -63,6 +79,13 @@ class DraftSpec(NamedTuple):
 
     method: str
     value: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The model it needs, None where it needs none."""
+        if self.method == "synthetic":
+            return self.value.model
+        return self.value if self.method in ("model", "reencode") else None
 
 
 def parse_drafts(draft: Any) -> list[DraftSpec]:
@@ -97,6 +120,8 @@ def _parse(text: str) -> DraftSpec:
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"layerskip takes a number of layers, got {text!r}; write layerskip:8", param="draft")
         return DraftSpec(name, int(value))
+    if name == "synthetic":
+        return DraftSpec(name, _synthetic(text, value))
     if name in BARE and not _exists(text):
         raise ConfigError(f"{name} takes nothing after a colon, got {text!r}; write {name}", param="draft")
     if name in WITH_PATH and not _exists(text):
@@ -116,6 +141,20 @@ def _parse(text: str) -> DraftSpec:
                 param="draft",
             )
     return DraftSpec("model", text)
+
+
+def _synthetic(text: str, value: str) -> Synthetic:
+    shape, _, share = value.partition("@")
+    try:
+        chance = float(share)
+    except ValueError:
+        chance = math.nan
+    if not shape or not 0.0 <= chance <= 1.0:
+        raise ConfigError(
+            f"synthetic takes a shape and a share of right tokens, got {text!r}; write synthetic:llama-3.2-1b@0.8",
+            param="draft",
+        )
+    return Synthetic(f"random:{shape}", chance)
 
 
 def _exists(text: str) -> bool:

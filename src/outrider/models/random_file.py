@@ -1,7 +1,7 @@
 """Models that are nothing but a shape: random weights of a known model's sizes, to measure speed without fetching it.
 
 `random:llama-3.1-8b` may stand wherever a model may. What it says means nothing; it has no tokenizer, so it takes
-token ids only.
+token ids only. `random:llama-3.1-8b:counting` counts: after token 7 it says 8, so that what it will say is known.
 """
 
 from __future__ import annotations
@@ -67,9 +67,19 @@ class RandomFile:
     eos_ids: tuple[int, ...] = ()
 
     def __init__(self, name: str, device: str = "cpu") -> None:
-        if name not in SHAPES:
-            raise ModelSourceError(f"there is no shape {name!r}; choose one of {', '.join(SHAPES)}")
-        self.name, self.path, self.spec = name, Path(PREFIX + name), SHAPES[name]
+        shape, colon, manner = name.partition(":")
+        if shape not in SHAPES:
+            raise ModelSourceError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
+        if colon and manner != "counting":
+            raise ModelSourceError(
+                f"random weights cannot be {manner!r}; write random:{shape} or random:{shape}:counting"
+            )
+        self.name, self.path, self.spec, self.counts = name, Path(PREFIX + name), SHAPES[shape], bool(colon)
+        if self.counts and self.spec.tied:
+            able = ", ".join(other for other, spec in SHAPES.items() if not spec.tied)
+            raise ModelSourceError(
+                f"{shape} has one matrix for input and output, so it cannot count; choose one of {able}"
+            )
         self.shapes: dict[str, Shape] = expected_shapes(self.spec, {"blk.0.ffn_gate.weight"})
         self.types = dict.fromkeys(self.shapes, "random")
         self._device = device
@@ -82,8 +92,14 @@ class RandomFile:
         import torch
 
         shape = self.shapes[name]
+        if self.counts and name == "output.weight":
+            return self.read("token_embd.weight").roll(1, 0)  # after a token comes the next
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         generator = torch.Generator(self._device).manual_seed(crc32(f"{self.name} {name}".encode()))
         values = torch.randn(shape, generator=generator, device=self._device, dtype=torch.float32)
-        return values.mul_(1.0 if name == "token_embd.weight" else 1 / math.sqrt(shape[-1]))
+        if name == "token_embd.weight":
+            return values
+        # Layers that say little leave the last token's embedding as it is, which is what counting needs.
+        quiet = 0.1 if self.counts and name.endswith(("attn_output.weight", "ffn_down.weight")) else 1.0
+        return values.mul_(quiet / math.sqrt(shape[-1]))

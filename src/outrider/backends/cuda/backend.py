@@ -28,7 +28,8 @@ from outrider.sampling.ops import Drawing, remember
 from outrider.types import Scores, Slot
 
 LONG = 64  # tokens of a chain from which torch's attention for prompts is faster than ours
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows that passes are filled up to
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows that passes are filled up to
+WORK_ROWS = (64, GRAPH_ROWS[-1])  # rows that passes of a few, and of many, have room for together
 STRICT_ROWS = 16  # of every pass in strict mode: the smallest size our products have
 PAIRS, MORE_PAIRS = 16, 64  # (row, head) pairs of a group: for single rows, and for spans of several
 
@@ -397,9 +398,10 @@ class GpuBackend(PagedSequences):
         if program is None or program.room < needed:
             longest = min(-(-self.info.context // self.pages.page_size), self.pages.num_pages)
             room = max(needed, shape.rows * (longest + (MASK_BITS if shape.tree == "paths" else 0)))
-            work = self._work.get(shape.rows)
+            most = next(size for size in WORK_ROWS if size >= shape.rows)
+            work = self._work.get(most)
             if work is None:
-                work = self._work[shape.rows] = build_work(self.spec, shape.rows, self.weights.embedding)
+                work = self._work[most] = build_work(self.spec, most, self.weights.embedding)
             model = self._model._replace(weights=self.weights)
             program = self._programs[key] = Program(model, shape, room, hidden, work=work)
         return program

@@ -34,11 +34,18 @@ class Model(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """What passes of so many rows work in."""
+    """What passes of up to so many rows work in."""
 
     buffers: Buffers
     logits: torch.Tensor  # of the rows wanted
     holder: Program | None = None  # whose results are in here
+
+    def of(self, rows: int) -> tuple[Buffers, torch.Tensor]:
+        """The part that a pass of fewer rows needs."""
+        if rows == len(self.buffers.x):
+            return self.buffers, self.logits
+        x, qkv, seen, gated, normed, scratch = self.buffers
+        return Buffers(x[:rows], qkv[:rows], seen[:rows], gated[:rows], normed[:rows], scratch), self.logits[:rows]
 
 
 def build_work(
@@ -85,7 +92,8 @@ class Program:
         self._numbers = torch.empty(size, dtype=torch.int32, device=device)
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.layout = view(self._numbers, shape, num_splits or most_splits(model.spec.num_kv_heads))
-        self.work, self.buffers, self.logits = work, work.buffers, work.logits
+        self.work = work
+        self.buffers, self.logits = work.of(shape.rows)
         self.states: dict[int, torch.Tensor] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._upload = (self._numbers, self._staged)
