@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,11 @@ from test_sampling import job
 
 pytest.importorskip("triton")
 
-from outrider.backends.cuda import kernels, twins
+from outrider.backends.cuda import kernels, sampling, twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.bench import gpu_rounds
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.synthetic import SyntheticDrafter
@@ -31,6 +35,19 @@ from cases import Case, measure
 PAGE = 4
 TENSORS: dict[str, Any] = {"arrays": "torch", "draft_arrays": "torch"}
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is no thing for two threads."""
+    lock = threading.RLock()
+
+    def held(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with lock:
+            return run(*args, **options)
+
+    for name in ("choose", "spread", "rule"):
+        monkeypatch.setattr(sampling, name, partial(held, getattr(sampling, name)))
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +250,22 @@ def test_a_synthetic_draft_is_right_as_often_as_it_is_told(model: RandomFile, sh
     assert abs(seen.accepted / judged - share) < 0.1
 
 
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.parametrize("settings", [RULES[0], RULES[1], {"temperature": 1.1, "seed": 5, "accept": "rejection"}])
+def test_running_ahead_of_the_verdict_changes_no_text(
+    model: RandomFile, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's thread lets its model go on by itself, too."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5]]
+    given = {"max_tokens": 24, "ignore_eos": True, "width": 3, **settings}
+    engine, drafter = engines(model, "model")
+    wanted = [result.token_ids for result in engine.generate(prompts, **given)]
+    ahead = Engine(engine.loop.target, [drafter], run_ahead="always")
+    assert [result.token_ids for result in ahead.generate(prompts, **given)] == wanted
+    assert ahead.loop.ahead is not None and ahead.loop.ahead.overlap.fresh > 0
+
+
 def test_a_synthetic_draft_rolls(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device, and behind a verdict that the host does not know: the same text, the same share."""
     monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
@@ -262,3 +295,31 @@ def test_a_synthetic_draft_rolls(model: RandomFile, monkeypatch: pytest.MonkeyPa
 def test_what_is_measured_must_fit(model: RandomFile, target: str, draft: str, message: str) -> None:
     with pytest.raises(OutriderError, match=message):
         Engine.load(target, draft=draft, device="cpu")
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where its numbers mean nothing: every line is there."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
+
+    def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead: Any = False) -> Engine:
+        pages = Pages(600, PAGE)
+        target, other = on_device(RandomFile(f"{shape}:counting"), pages), on_device(RandomFile(draft), pages)
+        return Engine(target, [SyntheticDrafter(other, 0.8, shares_slots=True)], run_ahead=run_ahead)
+
+    monkeypatch.setattr(gpu_rounds, "load", load)
+    monkeypatch.setattr(gpu_rounds, "MOST", 3)
+    monkeypatch.setattr(gpu_rounds, "CONTEXT", 8)
+    monkeypatch.setattr(gpu_rounds, "SHARES", (0.5, 0.9))
+    monkeypatch.setattr(gpu_rounds, "timed", lambda run, repeats: [run() or 0.001])
+    monkeypatch.setattr(gpu_rounds, "REQUESTS", {True: (24, 1), False: (24, 1)})
+    lines = list(gpu_rounds.rounds("tiny-untied", "tiny", "cpu", quick=True))
+    assert [line.name for line in lines[2:]] == [
+        "plain", "50% right", "50% right, run-ahead", "90% right", "90% right, run-ahead"
+    ]  # fmt: skip
+    lines = list(gpu_rounds.batches("tiny-untied", "tiny", "cpu", quick=True, sizes=(1, 3)))
+    assert [line.name for line in lines] == [
+        "1 at once, plain", "1 at once, 90% right", "3 at once, plain", "3 at once, 90% right"
+    ]  # fmt: skip
+    assert all(line.value > 0 for line in lines)

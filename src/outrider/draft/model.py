@@ -36,7 +36,7 @@ class Seat:
 class Queue(NamedTuple):
     """What the device drafts while the host finds out how the round before ended."""
 
-    ids: list[int]  # of jobs
+    lengths: dict[int, int]  # of jobs' tokens, by id: those it goes on behind
     drawing: Drawing
     rolled: Rolled
 
@@ -81,9 +81,11 @@ class ModelDrafter:
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.backend.info.trees for tree in trees]
         queue, self._queue = self._queue, None
-        if queue is not None and not any(branching) and self._take(queue, jobs, rooms, drafts):
+        if queue is not None and self._take(queue, jobs, [0 if any(branching) else room for room in rooms], drafts):
             return drafts
-        if any(branching) or not self._roll(jobs, rooms, drafts):
+        if not any(branching) and self._roll(jobs, rooms, drafts):
+            self._note_rolled(jobs, rooms, drafts)
+        else:
             grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
 
@@ -91,12 +93,9 @@ class ModelDrafter:
         """The same for chains, by a model that goes on by itself. What it drafted is known after the round."""
         active = [job for job, room in zip(jobs, rooms, strict=True) if room]
         seats = [self.seats[job.id] for job in active]
-        fed = [job.tokens[seat.length :] for job, seat in zip(active, seats, strict=True)]
-        spans = self._spans(seats, [seat.length for seat in seats], fed, [1] * len(seats))
-        if not roll(self.backend, jobs, rooms, spans, drafts):
-            return False
-        self._note_rolled(jobs, rooms, drafts)
-        return True
+        starts = [seat.length + len(seat.ahead) for seat in seats]
+        fed = [job.tokens[start:] for job, start in zip(active, starts, strict=True)]
+        return roll(self.backend, jobs, rooms, self._spans(seats, starts, fed, [1] * len(seats)), drafts)
 
     def _note_rolled(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> None:
         """What was drafted is known after the round; and where the device can, it goes on before that."""
@@ -122,18 +121,21 @@ class ModelDrafter:
         drawing = self.backend.ops.drawing(jobs, steps, accepted + 1)
         rolled = None if drawing is None else cast(Rolling, self.backend).roll_on(chains, steps, drawing)
         if drawing is not None and rolled is not None:
-            self._queue = Queue([job.id for job in jobs], drawing, rolled)
+            self._queue = Queue({job.id: len(job.tokens) for job in jobs}, drawing, rolled)
 
     def _take(self, queue: Queue, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
         """What was drafted before the host had looked, if it is what is wanted now."""
         wanted = {job.id: room for job, room in zip(jobs, rooms, strict=True) if room}
-        if not wanted or max(rooms) > queue.rolled.steps or [one for one in queue.ids if one in wanted] != [*wanted]:
-            cast(Rolling, self.backend).drop(queue.rolled)
+        lengths = {job.id: len(job.tokens) for job in jobs if job.id in wanted}
+        known = {one: length for one, length in queue.lengths.items() if one in wanted}
+        if not wanted or max(rooms) > queue.rolled.steps or [*known.items()] != [*lengths.items()]:
+            self._drop(queue)
             return False
-        lengths = {self.seats[job.id].slot: len(job.tokens) for job in jobs if job.id in wanted}
-        if not cast(Rolling, self.backend).arrive(queue.rolled, lengths):
+        places = {self.seats[one].slot: length for one, length in lengths.items()}
+        if not cast(Rolling, self.backend).arrive(queue.rolled, places):
             return False
-        fill(drafts, rooms, [wanted.get(one, 0) for one in queue.ids], queue.rolled.steps, queue.drawing, self.backend)
+        counts = [wanted.get(one, 0) for one in queue.lengths]
+        fill(drafts, rooms, counts, queue.rolled.steps, queue.drawing, self.backend)
         self._note_rolled(jobs, rooms, drafts)
         return True
 
@@ -144,15 +146,28 @@ class ModelDrafter:
     def propose_ahead(self, jobs: Sequence[Job], assumed: Sequence[int], widths: Sequence[int]) -> Drafts:
         """What would follow. The jobs are copies, whose last `assumed[b]` tokens are drafts that are not judged yet."""
         drafts = Drafts(counts=[], tokens=None)
+        self._look_at_rolled()
         self._assumed, self._budget = {job.id: count for job, count in zip(jobs, assumed, strict=True)}, self.chunk
         rooms = [
             self._room(job, width, drafts) if job.id in self.seats else 0
             for job, width in zip(jobs, widths, strict=True)
         ]
-        grow(self.backend.ops, jobs, rooms, [False] * len(jobs), self._read, drafts)
+        if not self._roll(jobs, rooms, drafts):
+            grow(self.backend.ops, jobs, rooms, [False] * len(jobs), self._read, drafts)
+            return drafts
+        for job, proposal in zip(jobs, drafts.proposals(), strict=True):
+            if proposal:
+                seat = self.seats[job.id]
+                self._note_read(job, seat)
+                self._put_ahead(seat, proposal[: drafts.steps - 1])
         return drafts
 
+    def _drop(self, queue: Queue) -> None:
+        cast(Rolling, self.backend).drop(queue.rolled)
+
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+        if self._queue is not None:
+            self._check_queue(self._queue, plan, verdicts)
         self._look_at_rolled()
         behind = []
         for job in plan.jobs:
@@ -233,10 +248,7 @@ class ModelDrafter:
                 tokens = sprout.job.tokens
                 fed.append(tokens[starts[index] :])
                 rows.append(1)
-                emitted = len(tokens) - self._assumed.get(sprout.job.id, 0)
-                if not seat.ahead:
-                    seat.length = emitted
-                seat.ahead += tokens[max(starts[index], emitted) :]
+                self._note_read(sprout.job, seat)
                 continue
             fed.append(sprout.feed())
             rows.append(len(sprout.tips))
@@ -246,6 +258,29 @@ class ModelDrafter:
         scores = self._score(seats, starts, fed, rows, parents)
         return scores.logits[:, : self.backend.info.vocab_size]
 
+    def _check_queue(self, queue: Queue, plan: Plan, verdicts: Verdicts) -> None:
+        """The host knows the verdict now, which the device went on behind. It is good for the next proposal only."""
+        if self._rolled is None:
+            self._queue = None
+            self._drop(queue)
+            return
+        for job, accepted in zip(plan.deciding, verdicts.accepted.tolist(), strict=True):
+            queue.lengths[job.id] += accepted + 1
+
+    def _note_read(self, job: Job, seat: Seat) -> None:
+        """All of the job's tokens are read; the last of them may be assumed."""
+        start, emitted = seat.length + len(seat.ahead), len(job.tokens) - self._assumed.get(job.id, 0)
+        if not seat.ahead:
+            seat.length = emitted
+        seat.ahead += job.tokens[max(start, emitted) :]
+
+    def _put_ahead(self, seat: Seat, drafted: Sequence[int]) -> None:
+        """These were drafted and read; who goes as far as the widest has read more."""
+        seat.ahead += drafted
+        held = seat.length + len(seat.ahead)
+        if self.backend.length(seat.slot) > held:
+            self.backend.rewind(seat.slot, held)
+
     def _look_at_rolled(self) -> None:
         """By now the host can know what a model drafted that went on by itself: all but the last one it has read."""
         if self._rolled is None:
@@ -254,7 +289,7 @@ class ModelDrafter:
         for job_id, proposal in zip(ids, drafts.proposals(), strict=True):
             seat = self.seats.get(job_id)
             if seat is not None and proposal:
-                seat.ahead = proposal[: drafts.steps - 1]
+                self._put_ahead(seat, proposal[: drafts.steps - 1])
 
     def _settle(self, job: Job, seat: Seat) -> None:
         """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""
@@ -269,7 +304,7 @@ class ModelDrafter:
         if seat.parents and kept != list(range(len(kept))):
             places = {seat.slot: [start + node for node in kept]}
             self.backend.keep([seat.slot], [seat.length], places)
-        elif self.backend.length(seat.slot) > seat.length:
+        elif len(kept) < len(seat.ahead):
             self.backend.rewind(seat.slot, seat.length)
         seat.ahead.clear()
         seat.parents = []

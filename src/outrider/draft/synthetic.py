@@ -27,7 +27,12 @@ class SyntheticDrafter(ModelDrafter):
 
     def __init__(self, backend: Backend, share: float, *, chunk: int = 512, shares_slots: bool = False) -> None:
         super().__init__(backend, chunk=chunk, shares_slots=shares_slots)
-        backend.ops = Spoiling(backend.ops, share, backend.info.vocab_size)  # type: ignore[assignment, misc]
+        self._spoiling = Spoiling(backend.ops, share, backend.info.vocab_size)
+        backend.ops = self._spoiling  # type: ignore[assignment, misc]
+
+    def be_right(self, share: float) -> None:
+        """As often as this from now on."""
+        self._spoiling.spoil(share)
 
 
 class Spoiling:
@@ -35,8 +40,11 @@ class Spoiling:
 
     def __init__(self, ops: SamplingOps, share: float, vocab_size: int) -> None:
         self._ops, self._size = ops, vocab_size
+        self.spoil(share)
+
+    def spoil(self, share: float) -> None:
         chances = np.random.default_rng(0).random(PLACES)
-        self._wrong = ops.xp.asarray((chances >= share).astype(np.int64), device=ops.device)
+        self._wrong = self._ops.xp.asarray((chances >= share).astype(np.int64), device=self._ops.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)

@@ -206,7 +206,7 @@ class GpuBackend(PagedSequences):
         for slot, length in lengths.items():
             end = length + rolled.steps - 1
             used = -(-end // self.pages.page_size)
-            if not self.pages.make_room(slot, end) or self.pages.leases[slot].pages[:used] != held[slot][:used]:
+            if not self.pages.make_room(slot, end) or self.pages.leases[slot].pages[:used] != held.get(slot, [])[:used]:
                 return False
         for slot, length in lengths.items():
             self._advance(slot, length + rolled.steps - 1)

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ class DeviceSampling(SamplingOps):
         self.known: tuple[torch.Tensor, Array] | None = None  # what rows chose last: there, and on the host
         self._arrived = torch.empty(1024, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._has_arrived: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.waited_s = 0.0  # for the device, all in all
         self._settings: dict[Hashable, tuple[torch.Tensor, Ints]] = {}
         self._forms: dict[Hashable, Form] = {}
 
@@ -176,7 +178,9 @@ class DeviceSampling(SamplingOps):
         if meanwhile is not None:
             meanwhile()
         if self._has_arrived is not None:
+            started = time.perf_counter()
             self._has_arrived.synchronize()
+            self.waited_s += time.perf_counter() - started
         return arrived.numpy().astype(np.int64)
 
     def _upload(self, numbers: Ints) -> torch.Tensor:
