@@ -190,6 +190,7 @@ class Case:
     draft_config: MockConfig = DRAFT
     arrays: str = "numpy"
     draft_arrays: str = "numpy"
+    device: str | None = None  # of torch's arrays
     prefill_chunk: int = 512
     max_batch: int = 1000
     tree: bool | None = False
@@ -212,10 +213,10 @@ class Case:
             "scripted": lambda: ScriptedDrafter(scripted),
             "trees": TreeDrafter,
             "mixed": MixedDrafter,
-            "model": lambda: MockBackend(draft, arrays=self.draft_arrays, clock=clock),
+            "model": lambda: MockBackend(draft, arrays=self.draft_arrays, device=self.device, clock=clock),
         }
         return Engine.load(
-            MockBackend(target, arrays=self.arrays, clock=clock),
+            MockBackend(target, arrays=self.arrays, device=self.device, clock=clock),
             draft=[drafts[name]() for name in self.draft.split(",")],
             width=self.width,
             max_batch=self.max_batch,

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from test_native_sampling import REFERENCE, SETTINGS, Round
-from test_sampling import job
-
 pytest.importorskip("triton")
 
 from outrider.backends.cuda import kernels, sampling, twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
-from outrider.bench import gpu_rounds
+from outrider.bench import gpu_peers, gpu_rounds
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.synthetic import SyntheticDrafter
@@ -29,6 +26,7 @@ from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
 from outrider.types import Drafts, Request, Scores
+from rounds import REFERENCE, SETTINGS, Round, job
 
 from cases import Case, measure
 
@@ -323,3 +321,9 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
         "1 at once, plain", "1 at once, 90% right", "3 at once, plain", "3 at once, 90% right"
     ]  # fmt: skip
     assert all(line.value > 0 for line in lines)
+
+
+def test_the_peer_of_batches_runs(model: RandomFile) -> None:
+    SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
+    (line,) = gpu_peers.transformers_batches("tiny-untied", "cpu", [2], 5, 6)
+    assert line.name.startswith("2 at once, transformers") and line.value > 0

@@ -93,7 +93,17 @@ def test_what_runs_without_torch() -> None:
     theirs += ["eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]
     expected = [f"outrider.backends.{name} torch" for name in theirs]
-    expected += [f"outrider.{name} torch" for name in ("bench.gpu", "bench.gpu_checks", "draft.eagle", "draft.medusa")]
+    expected += [
+        f"outrider.{name} torch"
+        for name in (
+            "bench.gpu",
+            "bench.gpu_checks",
+            "bench.gpu_peers",
+            "bench.gpu_rounds",
+            "draft.eagle",
+            "draft.medusa",
+        )
+    ]
     expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
     assert told == expected
 

@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.backends.base import ModelInfo
-from outrider.config import SpeculationConfig
-from outrider.engine.intake import Intake
 from outrider.errors import BackendError, RequestError
 from outrider.sampling import accept
 from outrider.sampling.noise import Noise, Stream, seed_words
 from outrider.sampling.ops import SamplingOps
 from outrider.sampling.warp import build_controls, shape
-from outrider.types import Drafts, Job, Request, SamplingParams, Scores
+from outrider.types import Drafts, Scores
+from rounds import job
 
 from cases import CONTROLS
 from oracle import distribution
@@ -33,17 +31,6 @@ both = pytest.mark.parametrize("library", LIBRARIES)
 
 
 GOLDEN = [[-1682487256, 1931281889, -955180625], [-952337866, 1377277455, 1141714030]]
-
-
-def job(vocab: int, prompt: Sequence[int] = (1, 0), output: Sequence[int] = (), **settings: Any) -> Job:
-    info = ModelInfo(name="test", vocab_size=vocab, num_columns=vocab, context=1000)
-    intake = Intake(info, None, ("none", "model"), "model", SpeculationConfig(width=4))
-    made = intake.job(Request(prompt=list(prompt), sampling=SamplingParams(**settings)), "test", 0.0)
-    for token in output:
-        made.tokens.append(token)
-        if made.counts is not None:
-            made.counts[token] = made.counts.get(token, 0) + 1
-    return made
 
 
 def words(xp: Any, *pairs: tuple[int, int]) -> Any:

@@ -215,6 +215,25 @@ def gpu(
     show_gpu(random, model, device, quick, as_json, out)
 
 
+@app.command("gpu-rounds")
+def gpu_rounds(
+    random: Annotated[str, typer.Option(help="The shape of the target, which counts.")] = "llama-3.1-8b",
+    draft: Annotated[
+        str, typer.Option(help="The shape of the draft, which is right as often as told.")
+    ] = "llama-3.2-1b",
+    batches: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8,32,64,128,256",
+    peer: Annotated[bool, typer.Option(help="transformers' continuous batching beside it.")] = True,
+    device: Annotated[str, typer.Option(help="cuda or cuda:N")] = "cuda",
+    out: Annotated[Path | None, typer.Option(help="Where to write a page with all of it.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """On a GPU: what speculation brings at a given acceptance, alone and under load, beside what costs let expect."""
+    from outrider.cli.bench_gpu import show_rounds
+
+    show_rounds(random, draft, device, given.numbers(batches, "--batches"), peer, quick, as_json, out)
+
+
 @app.command()
 def passes(
     model: given.Model = given.DEFAULT,

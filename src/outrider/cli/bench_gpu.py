@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import date
 from itertools import chain
@@ -27,11 +27,7 @@ CHECKED = "smollm2-135m"  # random weights whose logits are looked at, where no 
 
 
 def show_gpu(shape: str, model: str | None, device: str, quick: bool, as_json: bool, out: Path | None) -> None:
-    require_torch("bench gpu")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("there is no GPU that torch can use; bench gpu measures one, bench kernels measures a CPU")
+    _require_gpu()
     if out is not None:
         check_folder(out, "out")
     from outrider.bench import gpu, gpu_checks
@@ -48,18 +44,51 @@ def show_gpu(shape: str, model: str | None, device: str, quick: bool, as_json: b
     measured = [gpu.readings(PREFIX + shape, device, quick)]
     if model is not None:
         measured.append(gpu.texts(checked, device, quick))
-    lines: list[Line] = []
-    for line in chain.from_iterable(measured):
-        lines.append(line)
-        if as_json:
-            typer.echo(json.dumps(asdict(line)))
-        else:
-            typer.echo(f"{line.name:<50}{line.value:>9.4g} {line.unit:<9}{_span(line):>16}  {line.note}")
+    lines = _print_lines(chain.from_iterable(measured), as_json)
     if out is not None:
         out.write_text("\n".join(_page(shape, checked, checks, lines)) + "\n", encoding="utf-8")
     failed = sum(not check.is_good for check in checks)
     if failed:
         raise ConfigError(f"{failed} checks failed; the numbers mean nothing until they are right")
+
+
+def show_rounds(
+    shape: str, draft: str, device: str, sizes: list[int], peer: bool, quick: bool, as_json: bool, out: Path | None
+) -> None:
+    _require_gpu()
+    if out is not None:
+        check_folder(out, "out")
+    from outrider.bench import gpu_peers, gpu_rounds
+
+    measured = [
+        gpu_rounds.rounds(shape, draft, device, quick),
+        gpu_rounds.batches(shape, draft, device, quick, sizes),
+    ]
+    if peer:
+        length = gpu_rounds.REQUESTS[quick][0] // 3
+        measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, length))
+    lines = _print_lines(chain.from_iterable(measured), as_json)
+    if out is not None:
+        out.write_text("\n".join(_rounds_page(shape, draft, lines)) + "\n", encoding="utf-8")
+
+
+def _require_gpu() -> None:
+    require_torch("bench gpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use; bench gpu measures one, bench kernels measures a CPU")
+
+
+def _print_lines(measured: Iterable[Line], as_json: bool) -> list[Line]:
+    lines: list[Line] = []
+    for line in measured:
+        lines.append(line)
+        if as_json:
+            typer.echo(json.dumps(asdict(line)))
+        else:
+            typer.echo(f"{line.name:<50}{line.value:>9.4g} {line.unit:<9}{_span(line):>16}  {line.note}")
+    return lines
 
 
 def _span(line: Line) -> str:
@@ -71,12 +100,28 @@ def _limit(check: Check) -> str:
 
 
 def _page(shape: str, checked: str, checks: list[Check], lines: list[Line]) -> Iterator[str]:
-    found, versioned = machine(), versions()
     yield "# On a GPU\n"
-    yield f"Written by `outrider bench gpu --out` on {date.today()}, commit {versioned.pop('commit') or 'unknown'}."
-    yield f"{found['gpu']}; {', '.join(f'{name} {version}' for name, version in versioned.items() if version)}."
+    yield from _written("bench gpu")
     yield f"Speed is of random weights of the shape {shape}; checks and texts are of {Path(checked).name}.\n"
     yield "| checked first | found | limit |\n| :-- | --: | --: |"
     yield from (f"| {check.name} | {check.value:.2g} | {_limit(check)} |" for check in checks)
+    yield from _table(lines)
+
+
+def _rounds_page(shape: str, draft: str, lines: list[Line]) -> Iterator[str]:
+    yield "# Speculation on a GPU\n"
+    yield from _written("bench gpu-rounds")
+    yield f"Random weights: the target has the shape {shape} and counts, the draft has the shape {draft} and is right"
+    yield "as often as it is told (`docs/architecture.md`). Greedy; prompts are random tokens."
+    yield from _table(lines)
+
+
+def _written(command: str) -> Iterator[str]:
+    found, versioned = machine(), versions()
+    yield f"Written by `outrider {command} --out` on {date.today()}, commit {versioned.pop('commit') or 'unknown'}."
+    yield f"{found['gpu']}; {', '.join(f'{name} {version}' for name, version in versioned.items() if version)}."
+
+
+def _table(lines: list[Line]) -> Iterator[str]:
     yield "\n| | | range | |\n| :-- | --: | --: | :-- |"
     yield from (f"| {line.name} | {line.value:.4g} {line.unit} | {_span(line)} | {line.note} |" for line in lines)
