@@ -126,8 +126,9 @@ class Pages:
         """Pages for `length` places, those beyond the target's length writable. False is shortage: nothing changed."""
         lease = self.leases[slot]
         held, wanted = len(lease.pages), self._count(length)
-        first = lease.lengths[0] // self.page_size
-        shared = [index for index in range(first, min(held, wanted)) if not self.is_own(lease.pages[index])]
+        first, pages, holders, hashed = lease.lengths[0] // self.page_size, lease.pages, self._holders, self._hash_of
+        # as `is_own` says; asked several times a round for every sequence
+        shared = [at for at in range(first, min(held, wanted)) if holders[pages[at]] != 1 or pages[at] in hashed]
         if wanted <= held and not shared:
             return True
         if max(0, wanted - held) + len(shared) > self._available() + lease.promised:
