@@ -84,6 +84,7 @@ def attention(capability: int) -> None:
                 "PROGRAMS": 32,
                 "TREE": tree,
                 "WINDOWED": tree == "",
+                "SKIP": int(tree == ""),
                 "OVERLAP": capability >= 90,
             }
             options = {"num_warps": warps, "num_stages": stages}

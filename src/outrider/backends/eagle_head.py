@@ -108,10 +108,10 @@ class EagleHead:
             if self.spec.version == 1:
                 return features[0]
             if self._fc_norms:
-                features = [self._norm(one, weight) for one, weight in zip(features, self._fc_norms, strict=True)]
+                features = [self.norm(one, weight) for one, weight in zip(features, self._fc_norms, strict=True)]
             joined = torch.cat(list(features), dim=-1)
             if self._fc_norm is not None:
-                joined = self._norm(joined, self._fc_norm)
+                joined = self.norm(joined, self._fc_norm)
             return self._project(joined)
 
     def read(self, entries: Entries) -> torch.Tensor:
@@ -126,7 +126,7 @@ class EagleHead:
         with torch.inference_mode():
             at = torch.from_numpy(moved).to(self.target.device)
             tokens = torch.tensor(entries.tokens, dtype=torch.int64, device=self.target.device)[at]
-            x = self._forward(self._embed(tokens), entries.hidden.to(self._fc)[at], self._work(spans))
+            x = self._forward(self.embed(tokens), entries.hidden.to(self._fc)[at], self._work(spans))
             return torch.empty_like(x).index_copy_(0, at, x)
 
     def again(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -134,12 +134,12 @@ class EagleHead:
         if not self.spec.norm_output:
             return outputs
         assert self._output_norm is not None
-        return self._norm(outputs, self._output_norm)
+        return self.norm(outputs, self._output_norm)
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Logits over the target's tokens. [n, width] -> [n, V]"""
         with torch.inference_mode():
-            x = outputs if self._output_norm is None else self._norm(outputs, self._output_norm)
+            x = outputs if self._output_norm is None else self.norm(outputs, self._output_norm)
             rows = self.target.unembed(x) if self._output is None else torch.mm(x, self._output).float()
             return self.vocabulary.spread(rows)
 
@@ -177,35 +177,39 @@ class EagleHead:
             build_blocks(spans, None, queries, self.store),
         )
 
-    def _forward(self, embedding: torch.Tensor, hidden: torch.Tensor, work: _Work) -> torch.Tensor:
-        first = self._layers[0]
+    def enter(self, embedding: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What passes the first layer by, and what it sees."""
+        first = self.layers[0]
         if self.spec.version == 3:
-            normed = self._norm(hidden, self._hidden_norm)
+            normed = self.norm(hidden, self._hidden_norm)
             x = normed if self.spec.norm_before_residual else hidden
-            seen = torch.cat([self._norm(embedding, first.attn_norm), normed], dim=-1)
-        else:
-            if self._embedding_norm is not None:
-                embedding = self._norm(embedding, self._embedding_norm)
-            x = self._project(torch.cat([embedding, hidden], dim=-1))
-            seen = x if first.attn_norm is None else self._norm(x, first.attn_norm)
-        for number, layer in enumerate(self._layers):
+            return x, torch.cat([self.norm(embedding, first.attn_norm), normed], dim=-1)
+        if self._embedding_norm is not None:
+            embedding = self.norm(embedding, self._embedding_norm)
+        x = self._project(torch.cat([embedding, hidden], dim=-1))
+        return x, x if first.attn_norm is None else self.norm(x, first.attn_norm)
+
+    def gate(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        """The second half of a layer."""
+        gate, up = torch.mm(self.norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
+        return x + torch.mm(functional.silu(gate) * up, layer.down)
+
+    def _forward(self, embedding: torch.Tensor, hidden: torch.Tensor, work: _Work) -> torch.Tensor:
+        x, seen = self.enter(embedding, hidden)
+        for number, layer in enumerate(self.layers):
             if number:
-                seen = self._norm(x, layer.attn_norm)
+                seen = self.norm(x, layer.attn_norm)
             x = x + self._attend(layer, number, seen, work)
-            gate, up = torch.mm(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + torch.mm(functional.silu(gate) * up, layer.down)
+            x = self.gate(layer, x)
         return x
 
     def _attend(self, layer: _Layer, number: int, seen: torch.Tensor, work: _Work) -> torch.Tensor:
         spec, qkv = self.spec.layer, work.qkv
-        if layer.qkv_bias is None:
-            torch.mm(seen, layer.qkv, out=qkv)
-        else:
-            torch.addmm(layer.qkv_bias, seen, layer.qkv, out=qkv)
+        self.look(layer, seen, qkv)
         turning = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         heads = qkv[:, :turning].view(len(qkv), -1, spec.head_dim)
         if layer.head_norm is not None:
-            heads.copy_(self._norm(heads, layer.head_norm))
+            heads.copy_(self.norm(heads, layer.head_norm))
         rotary = heads[:, :, : 2 * work.turns.shape[2]]
         pairs = torch.view_as_complex(rotary.float().reshape(*rotary.shape[:2], -1, 2))
         rotary.copy_(torch.view_as_real(pairs * work.turns).flatten(2))
@@ -213,13 +217,20 @@ class EagleHead:
         held.index_copy_(0, work.places, qkv[:, spec.num_heads * spec.head_dim :])
         return torch.mm(attend(work.blocks, number, held, spec.num_kv_heads), layer.attention_out)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def look(self, layer: _Layer, seen: torch.Tensor, qkv: torch.Tensor) -> None:
+        """Queries, keys and values."""
+        if layer.qkv_bias is None:
+            torch.mm(seen, layer.qkv, out=qkv)
+        else:
+            torch.addmm(layer.qkv_bias, seen, layer.qkv, out=qkv)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
     def _project(self, joined: torch.Tensor) -> torch.Tensor:
         return torch.mm(joined, self._fc) if self._fc_bias is None else torch.addmm(self._fc_bias, joined, self._fc)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.layer.norm_eps)
@@ -227,9 +238,10 @@ class EagleHead:
 
     def _build_store(self) -> PageEdges:
         layer, pages = self.spec.layer, self.pages
-        shape = (layer.num_layers, pages.num_pages * pages.page_size, 2 * layer.num_kv_heads * layer.head_dim)
+        places = pages.num_pages * pages.page_size + 1  # the last one is nobody's, for what fills a pass up
+        shape = (layer.num_layers, places, 2 * layer.num_kv_heads * layer.head_dim)
         edges = self._fc.new_empty(pages.num_pages, layer.width)
-        return PageEdges(self._fc.new_empty(shape), layer.num_kv_heads, pages.page_size, edges)
+        return PageEdges(self._fc.new_zeros(shape), layer.num_kv_heads, pages.page_size, edges)
 
     def _load(self) -> None:
         spec = self.spec
@@ -243,7 +255,7 @@ class EagleHead:
         self._output_norm = self._maybe("output_norm.weight")
         output = self._own("output.weight", is_output)
         self._output = None if output is None else output.t()
-        self._layers = [self._layer(f"blk.{index}.") for index in range(spec.layer.num_layers)]
+        self.layers = [self._layer(f"blk.{index}.") for index in range(spec.layer.num_layers)]
 
     def _layer(self, prefix: str) -> _Layer:
         spec, biased = self.spec.layer, f"{prefix}attn_q.bias" in self._file.shapes

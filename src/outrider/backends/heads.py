@@ -61,13 +61,14 @@ class DraftVocabulary:
             self.ids = offsets + torch.arange(len(offsets))
         if self.ids is not None:
             self._check(file, target.info.num_columns)
+            self._columns = max(self._size, int(self.ids.max()) + 1)
             self.ids = self.ids.to(target.device)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows over its own tokens as rows over the target's, minus infinity for others. [n, own] -> [n, V]"""
         if self.ids is None:
             return rows[:, : self._size]
-        whole = rows.new_full((len(rows), max(self._size, int(self.ids.max()) + 1)), -torch.inf)
+        whole = rows.new_full((len(rows), self._columns), -torch.inf)
         return whole.index_copy_(1, self.ids, rows)[:, : self._size]
 
     def _check(self, file: HeadFile, num_columns: int) -> None:

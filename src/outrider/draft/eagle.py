@@ -10,6 +10,7 @@ had never been. So a round reads what was kept and one more, never the history.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from outrider.backends.eagle_head import EagleHead, Entries
 from outrider.backends.torch_common import array_of
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
-from outrider.draft.ranked import grow_heads
+from outrider.draft.ranked import best_nodes, grow_heads
+from outrider.draft.rolling import fill
 from outrider.errors import ConfigError
 from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import open_head
@@ -57,6 +59,8 @@ class EagleDrafter:
         self.head = head
         self.hidden = head.hidden
         self.seats: dict[int, Seat] = {}
+        build = getattr(head.target, "roller", None)
+        self._roller = None if build is None else build(head)  # lets the head guess on by itself
         self._told: set[int] = set()  # jobs whose gap was reported
 
     @classmethod
@@ -79,11 +83,59 @@ class EagleDrafter:
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         feeds = [self._feed(job, room, tree, drafts) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
         rooms = [min(room, feed) for room, feed in zip(rooms, feeds, strict=True)]
+        if not any(tree and room for tree, room in zip(trees, rooms, strict=True)) and self._roll(jobs, rooms, drafts):
+            return drafts
+        if self._grow(jobs, rooms, feeds, trees, drafts):
+            return drafts
         drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
         for job in jobs:
             if job.id in self.seats:
                 self.seats[job.id].guesses = None
         return drafts
+
+    def _roll(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
+        """Chains of a head that guesses on by itself. False: somebody must look, and nothing was read."""
+        active, steps = [job for job, room in zip(jobs, rooms, strict=True) if room], max(rooms, default=0)
+        drawing = self.head.target.ops.drawing(active, steps) if self._roller is not None and steps else None
+        if self._roller is None or drawing is None:
+            return False
+        seats = [self.seats[job.id] for job in active]
+        counts = [len(seat.pending) for seat in seats]
+        if not self._roller.roll(self._pending(active, seats, counts), steps, drawing):
+            return False
+        for seat, count in zip(seats, counts, strict=True):
+            self._has_read(seat, count)
+        fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
+        return True
+
+    def _grow(
+        self, jobs: Sequence[Job], rooms: Sequence[int], feeds: Sequence[int], trees: Sequence[bool], drafts: Drafts
+    ) -> bool:
+        """Trees of a head that guesses on by itself, where the likeliest children are wanted. False: somebody must
+        look, and nothing was read."""
+        active = [index for index, room in enumerate(rooms) if room]
+        some = [jobs[index] for index in active]
+        if self._roller is None or not active or not all(trees[index] for index in active):
+            return False
+        if any(job.rule == "coupled" and job.params.temperature > 0.0 for job in some):  # noise decides there
+            return False
+        if self.head.target.ops.drawing(some, 1) is None:
+            return False
+        levels = min(DEPTH, max(rooms[index] for index in active), 1 + min(feeds[index] for index in active) // LEVEL)
+        seats = [self.seats[job.id] for job in some]
+        counts = [len(seat.pending) for seat in seats]
+        grown = self._roller.grow(self._pending(some, seats, counts), levels, LEVEL, [_warp(job) for job in some])
+        if grown is None:
+            return False
+        for seat, count in zip(seats, counts, strict=True):
+            self._has_read(seat, count)
+        drafts.counts, drafts.steps, tokens = [0] * len(jobs), levels, list[int]()
+        for place, index in enumerate(active):
+            line, parents = best_nodes(*(values[place].tolist() for values in grown), room=rooms[index])
+            drafts.counts[index], drafts.parents[index] = len(line), parents
+            tokens += line
+        drafts.tokens = self.head.target.ops.integers(tokens)
+        return True
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         mine = [
@@ -171,6 +223,13 @@ class EagleDrafter:
         """One pass over what is pending (all but `spare`). Returns the outputs, job by job. [n, width] each"""
         seats = [self.seats[job.id] for job in jobs]
         counts = [len(seat.pending) - spare for seat in seats]
+        outputs = self.head.read(self._pending(jobs, seats, counts))
+        for seat, count in zip(seats, counts, strict=True):
+            self._has_read(seat, count)
+        return list(outputs.split_with_sizes(counts))
+
+    def _pending(self, jobs: Sequence[Job], seats: Sequence[Seat], counts: list[int]) -> Entries:
+        """The first so many entries of each that were not read yet."""
         tokens = [
             token
             for job, seat, count in zip(jobs, seats, counts, strict=True)
@@ -178,12 +237,12 @@ class EagleDrafter:
         ]
         hidden = torch.cat([seat.pending[:count] for seat, count in zip(seats, counts, strict=True)])
         firsts, starts = [seat.first for seat in seats], [seat.read for seat in seats]
-        outputs = self.head.read(Entries([seat.slot for seat in seats], firsts, starts, counts, tokens, hidden))
-        for seat, count in zip(seats, counts, strict=True):
-            seat.read += count
-            seat.pending = seat.pending[count:].clone()
-            self._report(seat)
-        return list(outputs.split_with_sizes(counts))
+        return Entries([seat.slot for seat in seats], firsts, starts, counts, tokens, hidden)
+
+    def _has_read(self, seat: Seat, count: int) -> None:
+        seat.read += count
+        seat.pending = seat.pending[count:].clone()
+        self._report(seat)
 
     def _read(self, sprouts: Sequence[Sprout]) -> Array:
         """One row per tip: after what is pending, or after guesses. [tips, V]"""
@@ -219,3 +278,11 @@ class EagleDrafter:
         entries.hidden, entries.parents = torch.cat(hidden), parents
         outputs = self.head.read(entries).split_with_sizes(entries.counts)
         return {id(sprout): output for sprout, output in zip(sprouts, outputs, strict=True)}
+
+
+def _warp(job: Job) -> tuple[float, float]:
+    """What shapes its rows: temperature, and the logarithm of min_p."""
+    temperature, min_p = job.params.temperature, job.params.min_p
+    if temperature == 0.0:
+        return 1.0, -math.inf
+    return max(temperature, 1e-30), math.log(min_p) if min_p > 0.0 else -math.inf

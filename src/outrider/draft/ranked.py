@@ -10,6 +10,7 @@ target's own noise where any proposal is exact (`coupled`).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -124,8 +125,14 @@ def _next_tips(sprout: Sprout, fresh: Sequence[int], left: int) -> list[int]:
 
 
 def _cut(sprout: Sprout) -> tuple[list[int], list[int]]:
+    return best_nodes(sprout.tokens, sprout.parents, sprout.confidences, room=sprout.room)
+
+
+def best_nodes(
+    tokens: Sequence[int], parents: Sequence[int], confidences: Sequence[float], *, room: int
+) -> tuple[list[int], list[int]]:
     """Tokens and parents of the nodes that stay, numbered anew."""
-    best = heapq.nsmallest(sprout.room, range(len(sprout.tokens)), key=lambda node: (-sprout.confidences[node], node))
-    number = {-1: -1, **{node: place for place, node in enumerate(sorted(best))}}
-    kept = sorted(best)
-    return [sprout.tokens[node] for node in kept], [number[sprout.parents[node]] for node in kept]
+    possible = [node for node, confidence in enumerate(confidences) if confidence > -math.inf]
+    kept = sorted(heapq.nsmallest(room, possible, key=lambda node: (-confidences[node], node)))
+    number = {-1: -1, **{node: place for place, node in enumerate(kept)}}
+    return [tokens[node] for node in kept], [number[parents[node]] for node in kept]

@@ -13,10 +13,22 @@ import torch
 from outrider.backends.base import Chains, Rolled, Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.cuda import twins
+from outrider.backends.cuda.eagle import HeadRoller
 from outrider.backends.cuda.forward import Constants, Long
-from outrider.backends.cuda.layout import MASK_BITS, Rows, Shape, arrange, most_splits
+from outrider.backends.cuda.layout import (
+    GRAPH_ROWS,
+    MASK_BITS,
+    Rows,
+    Shape,
+    arrange,
+    graph_rows,
+    group_room,
+    most_splits,
+    tile_for,
+)
 from outrider.backends.cuda.program import Later, Model, Program, Work, build_work
 from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.backends.eagle_head import EagleHead
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
 from outrider.backends.torch_common import array_of, on, sampling_for
 from outrider.backends.weights import Loader
@@ -28,10 +40,8 @@ from outrider.sampling.ops import Drawing, remember
 from outrider.types import Scores, Slot
 
 LONG = 64  # tokens of a chain from which torch's attention for prompts is faster than ours
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows that passes are filled up to
 WORK_ROWS = (64, GRAPH_ROWS[-1])  # rows that passes of a few, and of many, have room for together
 STRICT_ROWS = 16  # of every pass in strict mode: the smallest size our products have
-PAIRS, MORE_PAIRS = 16, 64  # (row, head) pairs of a group: for single rows, and for spans of several
 
 Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]
 
@@ -300,8 +310,8 @@ class GpuBackend(PagedSequences):
         rows, tile = self._arrange(spans, pieces, ahead=ahead)
         total = sum(piece.size for piece in pieces)
         shape = Shape(
-            rows=STRICT_ROWS if self.strict else next(size for size in GRAPH_ROWS if size >= total),
-            groups=_group_room(rows.num_groups),
+            rows=STRICT_ROWS if self.strict else graph_rows(total),
+            groups=group_room(rows.num_groups),
             tile=tile,
             tree="paths" if self.strict else rows.tree,
         )
@@ -439,8 +449,7 @@ class GpuBackend(PagedSequences):
         """The pieces as rows and groups, and how many rows a group may have."""
         parents, leases = _parents_of(spans, pieces), self.pages.leases
         longest = max(0 if apart and apart[piece.span] else piece.size for piece in pieces)
-        pairs = PAIRS if self.strict or longest * self._share <= PAIRS else MORE_PAIRS
-        tile = max(1, pairs // self._share)
+        tile = tile_for(longest, self._share, strict=self.strict)
         rows = arrange(
             [spans.starts[piece.span] + piece.first for piece in pieces],
             [piece.size for piece in pieces],
@@ -471,6 +480,12 @@ class GpuBackend(PagedSequences):
                 rows, out = hidden[start : start + step].contiguous(), logits[start : start + step]
                 self._model.kernels.product(rows, self.weights.output.t(), out, tile=self._model.constants.tile)
         return logits
+
+    def roller(self, head: EagleHead) -> HeadRoller | None:
+        """Lets an EAGLE head that sits on this model guess on by itself."""
+        if self.strict:
+            return None
+        return HeadRoller(head, self._model.kernels, self._model.pool, graphs=self._has_graphs)
 
     def view(self, layers: int) -> GpuBackend:
         return FirstLayers(self, layers)
@@ -543,11 +558,3 @@ def _back(order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _whole(counts: Sequence[int]) -> list[Piece]:
     return [Piece(index, 0, count) for index, count in enumerate(counts)]
-
-
-def _group_room(groups: int) -> int:
-    """Groups a graph is filled up to: powers of four, since each is another graph."""
-    room = 1
-    while room < groups:
-        room *= 4
-    return room

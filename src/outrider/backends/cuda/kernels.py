@@ -208,6 +208,7 @@ def _attend(
     PROGRAMS: tl.constexpr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SKIP: tl.constexpr,  # keys at the beginning that nobody sees
     OVERLAP: tl.constexpr,
 ):
     """Some rows of one sequence, the query heads of one key head, every PROGRAMS-th split: a softmax over each."""
@@ -259,6 +260,8 @@ def _attend(
                 seen = seen & ((node < 0)[None, :] | (((bits >> (node & 31)[None, :]) & 1) != 0))
             if WINDOWED:
                 seen = seen & (key[None, :] > last[:, None] - window)
+            if SKIP:
+                seen = seen & (key >= SKIP)[None, :]
             logits = tl.where(seen, logits, -float("inf"))
             higher = tl.maximum(peak, tl.max(logits, axis=1))
             base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far: everything stays 0
@@ -474,8 +477,10 @@ def attend(
     page_size: int,
     window: int | None,
     scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: int = 0,
 ) -> None:
-    """What each row that is in a group sees. out [rows, heads * size]; scratch: room for sums, peaks and weights."""
+    """What each row that is in a group sees. out [rows, heads * size]; scratch: room for sums, peaks and weights; skip:
+    keys at the beginning that nobody sees."""
     num_heads, kv_heads, dim = heads
     shape, block = layout.shape, max(16, triton.next_power_of_2(dim))
     pairs = max(LEAST_PAIRS, triton.next_power_of_2(shape.tile * (num_heads // kv_heads)))
@@ -500,6 +505,7 @@ def attend(
         PROGRAMS=shared,
         TREE=shape.tree,
         WINDOWED=window is not None,
+        SKIP=skip,
         num_warps=warps,
         num_stages=stages,
     )

@@ -23,6 +23,8 @@ from outrider.errors import BackendError
 
 MIN_SPLIT = 128  # keys
 SPLIT_STEP = 128  # sizes of splits are whole numbers of these
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows that passes are filled up to
+PAIRS, MORE_PAIRS = 16, 64  # (row, head) pairs of a group: for single rows, and for spans of several
 MASK_BITS = 64  # nodes of a tree that masks can tell apart
 NOWHERE = -1  # where what fills a pass up stands
 CHAIN = 1 << 30  # the root of what does not branch: no key comes after it
@@ -75,6 +77,23 @@ def split_sizes(lengths: Ints, max_splits: int) -> Ints:
 def most_splits(kv_heads: int) -> int:
     """Splits of a row at most: with its key heads, enough programs to keep a large GPU busy."""
     return min(128, max(16, 256 // kv_heads))
+
+
+def tile_for(longest: int, share: int, *, strict: bool = False) -> int:
+    """Rows of a group at most, where spans have up to so many tokens and so many query heads share a key head."""
+    return max(1, (PAIRS if strict or longest * share <= PAIRS else MORE_PAIRS) // share)
+
+
+def graph_rows(rows: int) -> int:
+    return next(size for size in GRAPH_ROWS if size >= rows)
+
+
+def group_room(groups: int) -> int:
+    """Groups a graph is filled up to: powers of four, since each is another graph."""
+    room = 1
+    while room < groups:
+        room *= 4
+    return room
 
 
 def arrange(

@@ -105,10 +105,17 @@ class Program:
         used = fill(rows, self.layout.shape, self.model.scratch, self._host)
         self._upload = (self._numbers[:used], self._staged[:used])
 
-    def run(self, tokens: Any, later: Later | None = None, by: torch.Tensor | None = None) -> None:
+    def run(
+        self,
+        tokens: Any,
+        later: Later | None = None,
+        by: torch.Tensor | None = None,
+        bits: torch.Tensor | None = None,
+    ) -> None:
         """What was staged, with these tokens, which may be on the device already. Fills `logits` and `states`.
 
-        by: how much further its chains stand than what was staged says, if only the device knows.
+        What only the device may know: `by`, how much further chains stand than what was staged says; `bits`, which of
+        a tree's first 32 nodes each row sees.
         """
         on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
         if not on_device:
@@ -122,6 +129,8 @@ class Program:
             self.layout["tokens"][: len(tokens)].copy_(tokens)
         if later is not None:
             self.layout["tokens"].index_copy_(0, later.places, later.tokens)
+        if bits is not None:
+            self.layout["low_bits"][: len(bits)].copy_(bits)
         if by is None:
             self._go()
         else:

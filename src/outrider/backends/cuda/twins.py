@@ -68,6 +68,7 @@ def attend(
     page_size: int,
     window: int | None,
     scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: int = 0,
 ) -> None:
     num_heads, kv_heads, dim = heads
     table = layout.table.tolist()
@@ -75,7 +76,7 @@ def attend(
         if group < 0:
             continue
         seen = [_index(layout, table, row, group, key) for key in range(int(layout["lasts"][row]) + 1)]
-        low = 0 if window is None else max(0, len(seen) - window)
+        low = skip if window is None else max(skip, len(seen) - window)
         start = int(layout["tables"][group])
         places = [table[start + at // page_size] * page_size + at % page_size for at in seen[low:] if at is not None]
         keys, values = held[places].float().view(len(places), 2, kv_heads, dim).unbind(1)

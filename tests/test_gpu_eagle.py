@@ -1,0 +1,94 @@
+"""EAGLE heads that guess on by themselves, on a CPU: kernels by their twins, drawing in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.backends.cuda.backend import GpuBackend
+from outrider.backends.cuda.eagle import HeadRoller
+from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.draft.eagle import EagleDrafter
+from outrider.engine.engine import Engine
+from outrider.kv.pages import Pages
+from outrider.models.opening import open_model
+
+import tiny
+from tiny_heads import EAGLE, EAGLE3, save_head
+
+PROMPTS = [[5, 9, 77, 2, 40, 8, 19, 33, 61, 4, 90], [7, 7, 3]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.tiny("llama", num_hidden_layers=7)
+
+
+@pytest.fixture(scope="module")
+def path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_folder(model, tmp_path_factory.mktemp("target"))
+
+
+def recorded(path: Path, head: Path, *, rolls: bool, **settings: Any) -> tuple[dict[tuple[int, ...], Any], Any]:
+    """What was drafted behind which tokens, and the answers."""
+    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
+    target.ops = DeviceSampling(torch.device("cpu"))
+    target.ops.foresee, target.ops.may_defer = target.foresee, True
+    drafter = EagleDrafter.load(head, target)
+    if not rolls:
+        drafter._roller = None
+    propose, seen = drafter.propose, {}
+
+    def watched(jobs: Any, widths: Any, trees: Any) -> Any:
+        drafts = propose(jobs, widths, trees)
+        assert trees[0] or (drafts.drawn_from > 0) == rolls or not any(drafts.counts)
+        for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
+            if proposal:
+                seen[tuple(job.tokens)] = (proposal, drafts.parents.get(index))
+        drafts._proposals = None  # nobody has looked
+        return drafts
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    answers = Engine(target, [drafter]).generate(PROMPTS, max_tokens=12, **settings)
+    return seen, [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("layout", [*EAGLE[:1], *EAGLE[3:], *EAGLE3[:1], *EAGLE3[3:]])
+def test_guesses_are_those_of_a_head_that_is_looked_at(
+    layout: str, model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)
+    save_head(tmp_path, layout, model)
+    for settings in (
+        {"temperature": 0.0, "width": 3},
+        {"temperature": 0.8, "seed": 1, "accept": "coupled", "width": 2},
+    ):
+        ours, theirs = (recorded(path, tmp_path, rolls=rolls, **settings) for rolls in (True, False))
+        assert ours == theirs and len(ours[0]) > 5
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3", "eagle3_deep"])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 2, "accept": "rejection", "min_p": 0.01}]
+)
+def test_trees_are_those_of_a_head_that_is_looked_at(
+    layout: str, settings: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level by level on the device, one look at the end."""
+    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)
+    save_head(tmp_path, layout, model)
+    grown: list[Any] = []
+    grow = HeadRoller.grow
+    monkeypatch.setattr(HeadRoller, "grow", lambda self, *args: grown.append(grow(self, *args)) or grown[-1])
+    for width in (3, 10):
+        given = {"width": width, "tree": True, **settings}
+        ours, theirs = (recorded(path, tmp_path, rolls=rolls, **given) for rolls in (True, False))
+        assert ours == theirs and len(ours[0]) > 5
+    assert grown and None not in grown
