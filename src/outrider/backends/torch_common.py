@@ -32,6 +32,11 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext()
 
 
+def sent(values: Any, dtype: Any, device: torch.device) -> torch.Tensor:
+    """A few numbers on their way to the device. (`torch.tensor` waits until everything queued there is done.)"""
+    return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device, non_blocking=True)
+
+
 def dtype_for(device: torch.device) -> torch.dtype:
     """What weights are kept in. torch has no quick half precision on a CPU."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16

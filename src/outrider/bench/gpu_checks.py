@@ -44,6 +44,7 @@ def checks(model: str, device: str, quick: bool) -> Iterator[Check]:
     yield from logit_checks(lambda: _open(path), device)
     yield from strict_checks(lambda: _open(path), device)
     yield from speculation_checks(model, device, 4 if quick else 12)
+    yield from coupled_checks(model, device, 48)
 
 
 def _open(path: Path) -> ModelFile:
@@ -204,6 +205,24 @@ def speculation_checks(model: str, device: str, count: int) -> Iterator[Check]:
         engine.close()
         name = "strict: texts of speculation" if strict else "texts of speculation that are not strict"
         yield Check(f"{name} that differ from plain, of {total}", float(different), 0.0 if strict else None)
+
+
+def coupled_checks(model: str, device: str, count: int) -> Iterator[Check]:
+    """Sampled texts at temperature 1 under `coupled`, many at once, beside plain decoding of each: strict, so none may
+    differ."""
+    engine = Engine.load(model, draft="layerskip", device=device, strict=True, cache_tokens=128 * count)
+    random, size = np.random.default_rng(3), engine.loop.target.info.vocab_size
+    prompts = [random.integers(0, size, int(random.integers(4, 40))).tolist() for _ in range(count)]
+    settings: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "accept": "coupled"}
+    plain = [engine.generate(prompt, width=0, ignore_eos=True, **settings).token_ids for prompt in prompts]
+    different, drafted = 0, 0
+    for options in ({"width": 4}, {"width": 6, "tree": True}):
+        results = engine.generate(prompts, ignore_eos=True, **options, **settings)
+        different += sum(result.token_ids != wanted for result, wanted in zip(results, plain, strict=True))
+        drafted += engine.statistics.drafted
+    engine.close()
+    name = f"strict, temperature 1, coupled: texts that differ from plain, of {2 * count}"
+    yield Check(name if drafted else f"{name} (nothing was drafted)", float(different), 0.0 if drafted else -1.0)
 
 
 def _near(file: ModelFile, device: str) -> ModelFile:

@@ -120,7 +120,7 @@ class Loop:
             steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
             times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
             if verdicts.seconds is not None:
-                self._take_times(times, *verdicts.seconds)
+                self._take_times(times, drafts, *verdicts.seconds)
             return events + self._commit(plan, drafts, scores, verdicts, times)
         except BaseException as error:
             if self.ahead is not None:
@@ -130,10 +130,10 @@ class Loop:
                 raise
             return events
 
-    def _take_times(self, times: PassTimes, draft_s: float, pass_s: float) -> None:
+    def _take_times(self, times: PassTimes, drafts: Drafts, draft_s: float, pass_s: float) -> None:
         """The device's own: the host only queued what it drafted, and waited for everything when it judged."""
-        for name in self.router.seconds:
-            self.router.seconds[name] += max(0.0, draft_s - times.draft_s)
+        for name in {maker for maker in drafts.makers if maker}:
+            self.router.seconds[name] = self.router.seconds.get(name, 0.0) + max(0.0, draft_s - times.draft_s)
         times.draft_s, times.score_s, times.judge_s = draft_s, pass_s, 0.0
 
     def reap(self) -> list[Event]:

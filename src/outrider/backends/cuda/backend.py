@@ -30,7 +30,7 @@ from outrider.backends.cuda.program import Later, Model, Program, Work, build_wo
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
-from outrider.backends.torch_common import array_of, on, sampling_for
+from outrider.backends.torch_common import array_of, on, sampling_for, sent
 from outrider.backends.weights import Loader
 from outrider.kv.pages import Page, Pages
 from outrider.kv.store import PageStore
@@ -158,6 +158,8 @@ class GpuBackend(PagedSequences):
         self._make_room(spans)
         with torch.inference_mode(), on(self.device):
             done = self._take_queued(spans, tuple(hidden))
+            if isinstance(self.ops, DeviceSampling):
+                self.ops.follows = len(done) == len(spans.slots)
             logits, states = self._score_rest(spans, hidden, done) if done else self._score(spans, hidden)
             self._look_ahead(spans, tuple(hidden))
         for slot, start, count in zip(spans.slots, spans.starts, spans.counts, strict=True):
@@ -184,7 +186,7 @@ class GpuBackend(PagedSequences):
         if not self._can_roll(chains.slots, ends) or 2 * count > GRAPH_ROWS[-1]:
             return None
         with torch.inference_mode(), on(self.device):
-            lasts = torch.tensor(chains.lasts, dtype=torch.int32, device=self.device)
+            lasts = sent(chains.lasts, np.int32, self.device)
             tokens = torch.cat([lasts, torch.as_tensor(chains.drafted).int()])
             ends_at = remember(self._indices, ("ends", *chains.counts), lambda: self._ends(chains.counts))
             before = tokens[torch.where(chains.accepted > 0, ends_at + chains.accepted, self._numbers[:count])]
@@ -208,7 +210,7 @@ class GpuBackend(PagedSequences):
     def _ends(self, counts: Sequence[int]) -> torch.Tensor:
         """Where each chain's last token before its drafts would be, in a row of all last tokens and then all drafts."""
         ends = np.cumsum(counts) - counts + len(counts) - 1
-        return torch.from_numpy(ends.astype(np.int64)).to(self.device)
+        return sent(ends, np.int64, self.device)
 
     def arrive(self, rolled: Rolled, lengths: Mapping[Slot, int]) -> bool:
         self.drop(rolled)
@@ -289,7 +291,7 @@ class GpuBackend(PagedSequences):
         self._record(program)
         total, wanted = sum(piece.size for piece in pieces), _wanted(spans, pieces)
         states = {layer: program.states[layer][:total].clone() for layer in hidden}
-        rows = slice(total) if len(wanted) == total else torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        rows = slice(total) if len(wanted) == total else sent(wanted, np.int64, self.device)
         return program.logits[rows].clone(), states
 
     def _record(self, program: Program) -> None:
@@ -399,7 +401,7 @@ class GpuBackend(PagedSequences):
         return rows, {layer: torch.cat([ours[1][layer], states[layer]])[at] for layer in hidden}
 
     def _index(self, places: tuple[int, ...]) -> torch.Tensor:
-        return remember(self._indices, places, lambda: torch.tensor(places, dtype=torch.int64, device=self.device))
+        return remember(self._indices, places, lambda: sent(places, np.int64, self.device))
 
     def _program(self, shape: Shape, hidden: tuple[int, ...], needed: int) -> Program:
         """For passes of a shape, whose page ids and paths take `needed` integers."""
@@ -425,10 +427,10 @@ class GpuBackend(PagedSequences):
         for index, count in enumerate(spans.counts):
             if is_long[index]:
                 start = spans.starts[index]
-                places = None if start == 0 else torch.from_numpy(self._places(spans, index)).to(self.device)
+                places = None if start == 0 else sent(self._places(spans, index), np.int64, self.device)
                 long.append(Long(first, count, places))
             first += count
-        wanted = torch.tensor(_wanted(spans, pieces), dtype=torch.int64, device=self.device)
+        wanted = sent(_wanted(spans, pieces), np.int64, self.device)
         program = Program(
             self._model._replace(weights=self.weights),
             Shape(rows=first, groups=rows.num_groups, tile=tile, tree=rows.tree),

@@ -26,7 +26,7 @@ from outrider.backends.cuda.layout import (
 )
 from outrider.backends.cuda.program import Model, Program, Work, build_work
 from outrider.backends.eagle_head import EagleHead, Entries
-from outrider.backends.torch_common import on
+from outrider.backends.torch_common import on, sent
 from outrider.sampling.ops import Drawing
 from outrider.types import Slot
 
@@ -138,7 +138,7 @@ class HeadRoller:
             first = self._stage(entries.slots, entries.starts, entries.counts, 0)
             first.given[: len(entries.tokens)] = entries.hidden
             self._run(first, np.asarray(entries.tokens))
-            lasts = torch.tensor([end - 1 for end in accumulate(entries.counts)], device=self._device)
+            lasts = sent([end - 1 for end in accumulate(entries.counts)], np.int64, self._device)
             tokens = drawing.step(first.rows[lasts])
             if steps == 1:
                 return True
@@ -170,8 +170,8 @@ class HeadRoller:
             first = self._stage(entries.slots, entries.starts, entries.counts, 0)
             first.given[: len(entries.tokens)] = entries.hidden
             self._run(first, np.asarray(entries.tokens))
-            lasts = torch.tensor([end - 1 for end in accumulate(entries.counts)], device=self._device)
-            warp = torch.tensor(list(warps), device=self._device)
+            lasts = sent([end - 1 for end in accumulate(entries.counts)], np.int64, self._device)
+            warp = sent(list(warps), np.float32, self._device)
             children = _likeliest(first.rows[lasts], warp, per)
             nodes = [(children.tokens, torch.full_like(children.tokens, -1), children.confidences)]
             tips = Tips(

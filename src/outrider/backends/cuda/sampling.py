@@ -19,7 +19,7 @@ import torch
 
 from outrider.backends.cuda.choosing import choose, spread
 from outrider.backends.cuda.judging import JOB, ROW, rule
-from outrider.backends.torch_common import on
+from outrider.backends.torch_common import on, sent
 from outrider.errors import DraftError, OutriderError
 from outrider.sampling.noise import Stream
 from outrider.sampling.ops import SamplingOps, remember
@@ -53,13 +53,18 @@ class DeviceSampling(SamplingOps):
         self.foresee: Callable[[torch.Tensor], None] | None = None  # told what plain rows chose, before the host knows
         self.known: tuple[torch.Tensor, Array] | None = None  # what rows chose last: there, and on the host
         self._arrived = torch.empty(1024, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._has_arrived: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.follows = False  # whether the pass to be judged was queued behind the last verdict
+        self._arrivals: list[Any] = []  # of the last verdict and of this one
+        if device.type == "cuda":
+            self._arrivals = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self.waited_s = 0.0  # for the device, all in all
         self._settings: dict[Hashable, tuple[torch.Tensor, Ints]] = {}
         self._forms: dict[Hashable, Form] = {}
 
     def integers(self, values: Sequence[int]) -> Array:
-        return self._nothing if len(values) == 0 else super().integers(values)  # most rounds ask for nothing: no copy
+        if len(values) == 0:
+            return self._nothing  # most rounds ask for nothing: no copy
+        return super().integers(values) if isinstance(values, torch.Tensor) else sent(values, np.int64, self.device)
 
     def fed(self, tokens: Sequence[int]) -> Array:
         """On the host: they travel with everything else a pass is told."""
@@ -86,8 +91,8 @@ class DeviceSampling(SamplingOps):
         asked[:, :, 2] = 4 * (starts + np.arange(steps, dtype=np.int32)[:, None]) + np.asarray(streams, dtype=np.int32)
         certain = None
         if not all(controls.weighed):  # rows of drafts that are not weighed are one-hot
-            certain = torch.from_numpy(np.where(controls.weighed, 1.0, 0.0).astype(np.float32)).to(self.device)
-        there = self._upload(asked)
+            certain = sent(controls.weighed, np.float32, self.device)
+        there = sent(asked, np.int32, self.device)
         if further is not None:
             there[:, :, 2] += 4 * further
         return Drawing(there, settings, any(controls.weighed), certain, self.device)
@@ -122,7 +127,7 @@ class DeviceSampling(SamplingOps):
         rows = form.rows.copy()
         rows[:, :2] = words
         rows[:, 2] = 4 * (np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[form.owner] + form.depth)
-        asked = self._upload(rows)
+        asked = sent(rows, np.int32, self.device)
         if not any(drafts.counts):
             chosen = choose(logits, asked, settings).tokens
             following = self._told(chosen, None if self.foresee is None else partial(self.foresee, chosen))
@@ -132,7 +137,7 @@ class DeviceSampling(SamplingOps):
             is_rejecting = np.asarray([job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs])
             about = form.jobs.copy()
             about[:, 1] = is_rejecting
-            there = self._upload(about)
+            there = sent(about, np.int32, self.device)
             tokens = torch.as_tensor(drafts.tokens)
             out, _ = rule(
                 logits,
@@ -156,7 +161,10 @@ class DeviceSampling(SamplingOps):
         if bad.any() and not is_shaped:
             return None
         verdicts = _verdicts(form, drafts, ends, following, faults)
-        verdicts.seconds = drafts.watch.seconds() if drafts.watch is not None else None
+        if drafts.watch is not None:
+            verdicts.seconds = drafts.watch.seconds()
+        elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
+            verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
         return verdicts
 
     def _form(self, drafts: Drafts) -> Form:
@@ -171,20 +179,18 @@ class DeviceSampling(SamplingOps):
             self._arrived = torch.empty(2 * len(numbers), dtype=torch.int32, pin_memory=numbers.is_cuda)
         arrived = self._arrived[: len(numbers)]
         arrived.copy_(numbers, non_blocking=True)
-        if self._has_arrived is not None:
-            self._has_arrived.record()
         if isinstance(watch, StopWatch):
-            watch.mark(2)
+            watch.mark(2)  # before the event that is waited for: it has happened, then
+        if self._arrivals:
+            self._arrivals.reverse()
+            self._arrivals[1].record()
         if meanwhile is not None:
             meanwhile()
-        if self._has_arrived is not None:
+        if self._arrivals:
             started = time.perf_counter()
-            self._has_arrived.synchronize()
+            self._arrivals[1].synchronize()
             self.waited_s += time.perf_counter() - started
         return arrived.numpy().astype(np.int64)
-
-    def _upload(self, numbers: Ints) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
     def _settings_of(
         self, jobs: Sequence[Job], counts: Sequence[int], *, is_shaped: bool = False
@@ -202,7 +208,7 @@ class DeviceSampling(SamplingOps):
                 values.append((0.0 if temperature == 0.0 else warm, floor))
             settings = np.repeat(np.asarray(values, dtype=np.float32), counts, axis=0)
             words = np.repeat(np.asarray([job.words for job in jobs], dtype=np.int32), counts, axis=0)
-            return torch.from_numpy(settings).to(self.device), words
+            return sent(settings, np.float32, self.device), words
 
         return remember(self._settings, (tuple([job.id for job in jobs]), tuple(counts), is_shaped), build)
 
@@ -266,7 +272,7 @@ class Drawing:
         tokens, probs = self._tokens.flatten(), None if self._probs is None else self._probs.flatten(0, 1)
         if any(count != steps for count in counts):
             chosen = [job * steps + step for job, count in enumerate(counts) for step in range(count)]
-            at = torch.tensor(chosen, dtype=torch.int64, device=self._device)
+            at = sent(chosen, np.int64, self._device)
             tokens, probs = tokens[at], None if probs is None else probs[at]
         return tokens, probs
 
