@@ -1,4 +1,4 @@
-"""EAGLE heads that guess on by themselves, on a CPU: kernels by their twins, drawing in Triton's interpreter."""
+"""EAGLE heads that guess on by themselves, on a CPU: kernels by their twins, and by the reference."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from outrider.draft.eagle import EagleDrafter
 from outrider.engine.engine import Engine
 from outrider.kv.pages import Pages
 from outrider.models.opening import open_model
+from sampling_twins import by_twins  # noqa: F401 - a fixture
 
 import tiny
 from tiny_heads import EAGLE, EAGLE3, save_head
@@ -58,12 +59,9 @@ def recorded(path: Path, head: Path, *, rolls: bool, **settings: Any) -> tuple[d
     return seen, [answer.token_ids for answer in answers]
 
 
+@pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("layout", [*EAGLE[:1], *EAGLE[3:], *EAGLE3[:1], *EAGLE3[3:]])
-def test_guesses_are_those_of_a_head_that_is_looked_at(
-    layout: str, model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
-    monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)
+def test_guesses_are_those_of_a_head_that_is_looked_at(layout: str, model: Any, path: Path, tmp_path: Path) -> None:
     save_head(tmp_path, layout, model)
     for settings in (
         {"temperature": 0.0, "width": 3},
@@ -73,6 +71,7 @@ def test_guesses_are_those_of_a_head_that_is_looked_at(
         assert ours == theirs and len(ours[0]) > 5
 
 
+@pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("layout", ["eagle", "eagle3", "eagle3_deep"])
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 2, "accept": "rejection", "min_p": 0.01}]
@@ -81,8 +80,6 @@ def test_trees_are_those_of_a_head_that_is_looked_at(
     layout: str, settings: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Level by level on the device, one look at the end."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
-    monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)
     save_head(tmp_path, layout, model)
     grown: list[Any] = []
     grow = HeadRoller.grow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.backends.cuda import kernels, sampling, twins
+from outrider.backends.cuda import kernels, twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
@@ -27,25 +24,13 @@ from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
 from outrider.types import Drafts, Request, Scores
 from rounds import REFERENCE, SETTINGS, Round, job
+from sampling_twins import by_twins  # noqa: F401 - a fixture
 
 from cases import Case, measure
 
 PAGE = 4
 TENSORS: dict[str, Any] = {"arrays": "torch", "draft_arrays": "torch"}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is no thing for two threads."""
-    lock = threading.RLock()
-
-    def held(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with lock:
-            return run(*args, **options)
-
-    for name in ("choose", "spread", "rule"):
-        monkeypatch.setattr(sampling, name, partial(held, getattr(sampling, name)))
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +168,12 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("method", ["model", "layerskip"])
 @pytest.mark.parametrize("settings", RULES)
 def test_a_draft_that_goes_on_by_itself_changes_no_text(
     model: RandomFile, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)  # as on a GPU
     engine, drafter = engines(model, method)
     rolled: list[int] = []
     backend = drafter.view if method == "layerskip" else drafter.backend
@@ -220,10 +205,10 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
     assert ("top_p" in settings) == (not rolled), "where a row must be looked at as a whole, the reference draws"
 
 
+@pytest.mark.usefixtures("by_twins")
 def test_weighed_drafts_are_those_of_the_reference(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under rejection an answer depends on what was drafted, and from which rows: with and without a look of the host
     it is the same."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
     given = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.1, "seed": 5, "accept": "rejection"}
     prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
     answers = []
@@ -248,13 +233,12 @@ def test_a_synthetic_draft_is_right_as_often_as_it_is_told(model: RandomFile, sh
     assert abs(seen.accepted / judged - share) < 0.1
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("settings", [RULES[0], RULES[1], {"temperature": 1.1, "seed": 5, "accept": "rejection"}])
 def test_running_ahead_of_the_verdict_changes_no_text(
     model: RandomFile, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft's thread lets its model go on by itself, too."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
     prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5]]
     given = {"max_tokens": 24, "ignore_eos": True, "width": 3, **settings}
     engine, drafter = engines(model, "model")
@@ -264,9 +248,9 @@ def test_running_ahead_of_the_verdict_changes_no_text(
     assert ahead.loop.ahead is not None and ahead.loop.ahead.overlap.fresh > 0
 
 
+@pytest.mark.usefixtures("by_twins")
 def test_a_synthetic_draft_rolls(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device, and behind a verdict that the host does not know: the same text, the same share."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
     pages = Pages(256, PAGE)
     target, draft = on_device(RandomFile("tiny-untied:counting"), pages), on_device(model, pages)
@@ -295,10 +279,9 @@ def test_what_is_measured_must_fit(model: RandomFile, target: str, draft: str, m
         Engine.load(target, draft=draft, device="cpu")
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("by_twins")
 def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where its numbers mean nothing: every line is there."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
 
     def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead: Any = False) -> Engine:
@@ -323,6 +306,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
     assert all(line.value > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_the_peer_of_batches_runs(model: RandomFile) -> None:
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
     (line,) = gpu_peers.transformers_batches("tiny-untied", "cpu", [2], 5, 6)
