@@ -88,7 +88,7 @@ def test_what_runs_without_torch() -> None:
         "    except outrider.OutriderError as error:\n        print(module.name, 'torch')\n"
     )
     told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
-    cuda = ["backend", "choosing", "forward", "judging", "kernels", "layout", "program", "sampling", "twins"]
+    cuda = ["backend", "choosing", "eagle", "forward", "judging", "kernels", "layout", "program", "sampling", "twins"]
     theirs = ["attention", *(f"cuda.{name}" for name in cuda)]
     theirs += ["eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]
