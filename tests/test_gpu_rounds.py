@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.bench import gpu_peers, gpu_rounds
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
+from outrider.draft.ngram import NgramDrafter
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
@@ -183,8 +185,8 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
     )
     taken: list[bool] = []
     if method == "model":
-        take = drafter._take
-        monkeypatch.setattr(drafter, "_take", lambda *args: taken.append(take(*args)) or taken[-1])
+        good = drafter._still_good
+        monkeypatch.setattr(drafter, "_still_good", lambda *args: (taken.append(bool(found := good(*args))), found)[1])
     prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
     given = {"max_tokens": 30, "ignore_eos": True, **settings}
     wanted = [one.token_ids for one in engine.generate(prompts, width=0, **given)]
@@ -220,6 +222,75 @@ def test_weighed_drafts_are_those_of_the_reference(model: RandomFile, monkeypatc
         answers.append([result.token_ids for result in engine.generate(requests)])
         assert 10 < engine.statistics.accepted < engine.statistics.drafted
     assert answers[0] == answers[1]
+
+
+def plainly(engine: Engine, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    return [result.token_ids for result in engine.generate(prompts, width=0, **settings)]
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_a_draft_that_is_asked_twice_in_a_round(model: RandomFile) -> None:
+    """By one request first, by another after a lookup that found nothing."""
+    engine, drafter = engines(model, "model")
+    engine = Engine(engine.loop.target, [drafter, NgramDrafter()])
+    prompts = [[1, 2, 3, 4], [9, 8, 7]]
+    wanted = plainly(engine, prompts, max_tokens=24, **GREEDY)
+    requests = [
+        Request.of(prompt, {"method": method, "width": 3, "max_tokens": 24, **GREEDY})
+        for prompt, method in zip(prompts, ("model", "ngram,model"), strict=True)
+    ]
+    assert [result.token_ids for result in engine.generate(requests)] == wanted
+    assert engine.statistics.accepted > 5
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_who_joins_does_not_spoil_what_was_begun(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, drafter = engines(model, "model")
+    members: list[int] = []
+    good = drafter._still_good
+    monkeypatch.setattr(drafter, "_still_good", lambda *args: (members.append(len(found := good(*args))), found)[1])
+    prompts = [[1, 2, 3] * 6, [9, 8, 7, 6, 5], [4] * 11]
+    wanted = plainly(engine, prompts, max_tokens=40, **GREEDY)
+    given = {"width": 3, "max_tokens": 40, **GREEDY}
+    streams = engine.open_streams(prompts[:2], **given)
+    for _ in range(4):
+        engine.step()
+    streams += engine.open_streams(prompts[2:], **given)
+    assert [[token for event in stream for token in event.tokens] for stream in streams] == wanted
+    assert 0 not in members and 2 in members[3:] and 3 in members, "two go on while the third begins"
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_what_cannot_be_queued_harms_nobody(
+    model: RandomFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, drafter = engines(model, "model")
+    wanted = plainly(engine, [[1, 2, 3]], max_tokens=20, **GREEDY)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(drafter.backend, "roll_on", fail)
+    result = engine.generate([1, 2, 3], width=3, max_tokens=20, **GREEDY)
+    assert [result.token_ids] == wanted and "no memory is left" in caplog.text
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_no_page_is_taken_on_the_draft_s_thread(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow request goes as far as the widest: its room is taken before."""
+    engine, drafter = engines(model, "model")
+    ahead = Engine(engine.loop.target, [drafter], run_ahead="always")
+    take, threads = Pages._take, set()
+    monkeypatch.setattr(Pages, "_take", lambda *args: (threads.add(threading.current_thread().name), take(*args))[1])
+    requests = [
+        Request.of(prompt, {"width": 8, "max_tokens": length, **GREEDY})
+        for prompt, length in (([1, 2, 3] * 6, 13), ([9, 8, 7, 6, 5], 60))
+    ]
+    ahead.generate(requests)
+    assert len(threads) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])

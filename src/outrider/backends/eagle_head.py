@@ -25,6 +25,7 @@ from outrider.backends.attention import Span, build_blocks, build_span
 from outrider.backends.base import HeadHost
 from outrider.backends.forward import Block, attend
 from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, settle_on
+from outrider.backends.torch_common import sent
 from outrider.errors import BackendError
 from outrider.kv.pages import Page
 from outrider.kv.store import PageStore
@@ -124,8 +125,8 @@ class EagleHead:
         ends = np.cumsum(entries.counts)
         moved = np.concatenate([np.arange(ends[index] - entries.counts[index], ends[index]) for index in order])
         with torch.inference_mode():
-            at = torch.from_numpy(moved).to(self.target.device)
-            tokens = torch.tensor(entries.tokens, dtype=torch.int64, device=self.target.device)[at]
+            at = sent(moved, np.int64, self.target.device)
+            tokens = sent(entries.tokens, np.int64, self.target.device)[at]
             x = self._forward(self.embed(tokens), entries.hidden.to(self._fc)[at], self._work(spans))
             return torch.empty_like(x).index_copy_(0, at, x)
 

@@ -8,6 +8,7 @@ will do. What is measured is beside what the costs of passes and draft steps, me
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,6 +29,9 @@ BATCHES = (1, 8, 32, 64, 128, 256)
 MOST = 10  # widths that are looked at
 CONTEXT = 64  # tokens of a prompt
 REQUESTS = {True: (192, 2), False: (384, 4)}  # quick or not: tokens of an answer, and how many answers
+
+
+_seeds = itertools.count()
 
 
 class Costs(NamedTuple):
@@ -86,9 +90,9 @@ def drafter_of(engine: Engine) -> SyntheticDrafter:
     return drafter
 
 
-def answer(engine: Engine, batch: int, length: int, width: int | None, seed: int = 0) -> Run:
-    """As many requests at once."""
-    random, size = np.random.default_rng(seed), engine.info.vocab_size
+def answer(engine: Engine, batch: int, length: int, width: int | None) -> Run:
+    """As many requests at once. No prompt comes twice: nothing of it is known."""
+    random, size = np.random.default_rng(next(_seeds)), engine.info.vocab_size
     prompts = [random.integers(0, size, CONTEXT).tolist() for _ in range(batch)]
     engine.reset_statistics()
     ops: Any = engine.loop.target.ops
@@ -161,15 +165,15 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
     share_of = (found.steps[-1] - found.steps[0]) / (MOST - 1) / found.passes[0]
     yield Line(f"{draft}: draft step", share_of * found.passes[0] * 1e3, "ms", note=f"{share_of:.3f} of that pass")
     answer(engine, 1, 64, 0)
-    plain = [answer(engine, 1, length, 0, seed).rate for seed in range(repeats)]
+    plain = [answer(engine, 1, length, 0).rate for _ in range(repeats)]
     yield _rates("plain", plain, "")
     orders: dict[str, Engine] = {"": engine, ", run-ahead": load(shape, draft, device, 1, length, "always")}
     for share in SHARES:
         width, expected = found.best(share)
         for order, one in orders.items():
             drafter_of(one).be_right(share)
-            answer(one, 1, length, None, 99)  # learns
-            runs = [answer(one, 1, length, None, seed) for seed in range(repeats)]
+            answer(one, 1, length, None)  # learns
+            runs = [answer(one, 1, length, None) for _ in range(repeats)]
             ratio = median([run.rate for run in runs]) / median(plain)
             drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs)
             kept = sum(run.accepted for run in runs) / max(1, sum(run.judged for run in runs))
@@ -187,7 +191,7 @@ def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[in
     for batch in sizes:
         found = costs(engine, batch, min(4, max(1, 512 // batch - 1)), 5)
         answer(engine, batch, 16, 0)
-        plain = [answer(engine, batch, length, 0, seed) for seed in range(2 if quick else 3)]
+        plain = [answer(engine, batch, length, 0) for _ in range(2 if quick else 3)]
         base = median([run.rate for run in plain])
         round_s = median([run.seconds / run.rounds for run in plain])
         host = median([run.host_s for run in plain])
@@ -196,8 +200,8 @@ def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[in
         for share in SHARES[1:2] if quick else SHARES[:2]:
             drafter_of(engine).be_right(share)
             width, expected = found.best(share)
-            answer(engine, batch, 2 * length, None, 99)
-            runs = [answer(engine, batch, length, None, seed) for seed in range(2 if quick else 3)]
+            answer(engine, batch, 2 * length, None)
+            runs = [answer(engine, batch, length, None) for _ in range(2 if quick else 3)]
             ratio = median([run.rate for run in runs]) / base
             drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs) / batch
             host = median([run.host_s for run in runs])

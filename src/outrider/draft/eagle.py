@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from outrider.backends.base import Backend, HeadHost
 from outrider.backends.eagle_head import EagleHead, Entries
-from outrider.backends.torch_common import array_of
+from outrider.backends.torch_common import array_of, sent
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
 from outrider.draft.ranked import best_nodes, grow_heads
@@ -146,7 +147,7 @@ class EagleDrafter:
         mine = [kept for kept in mine if self._sit(kept)]
         if not mine:
             return 0
-        rows = torch.tensor([row for kept in mine for row in kept.rows], device=self.head.target.device)
+        rows = sent([row for kept in mine for row in kept.rows], np.int64, self.head.target.device)
         fused = self.head.fuse([torch.as_tensor(scores.hidden[layer])[rows] for layer in self.hidden])
         for kept, fresh in zip(mine, fused.split_with_sizes([len(kept.rows) for kept in mine]), strict=True):
             seat = self.seats[kept.job.id]

@@ -31,7 +31,7 @@ class LayerSkipDrafter:
         rooms = [0 if self.lag(job) else width for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.view.info.trees for tree in trees]
         try:
-            if any(branching) or not self._roll(jobs, rooms, drafts):
+            if any(branching) or not hasattr(self.view, "roll") or not self._roll(jobs, rooms, drafts):
                 grow(self.view.ops, jobs, rooms, branching, self._read, drafts)
         finally:
             for job in jobs:

@@ -9,6 +9,7 @@ own drafts, as if they were emitted already; when they are, nothing is rewound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,12 @@ from typing import NamedTuple, cast
 
 from outrider.backends.base import Backend, Chains, Rolled, Rolling, Spans
 from outrider.draft.growth import Sprout, grow
+from outrider.draft.join import Part, join
 from outrider.draft.rolling import fill, roll
 from outrider.sampling.ops import Drawing
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
+MOST_WEIGHED = 64 * 2**20  # numbers of rows that may wait for a verdict while the next are drawn
 FEW = 16  # tokens that a job may have unread at any time: what a round emitted
 
 
@@ -41,6 +44,14 @@ class Queue(NamedTuple):
     rolled: Rolled
 
 
+class Rolls(NamedTuple):
+    """Chains that a model drafted by itself: all but the last token of each was read by it, unless others had more."""
+
+    ids: list[int]  # of jobs, in the order of the drafts
+    steps: dict[int, int]  # tokens drawn for each of those that took part, by id
+    drafts: Drafts
+
+
 class ModelDrafter:
     """`chunk` is the most tokens of prompts it reads in one step, of all jobs together.
 
@@ -58,7 +69,7 @@ class ModelDrafter:
         self.seats: dict[int, Seat] = {}
         self._unseated: set[int] = set()  # jobs it had no room for, so far
         self._budget = chunk  # tokens of prompts it may still read in this step
-        self._rolled: tuple[list[int], Drafts] | None = None  # what it drafted by itself in this round, and for whom
+        self._rolled: list[Rolls] = []  # what it drafted by itself in this round
         self._queue: Queue | None = None
         self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
 
@@ -80,35 +91,65 @@ class ModelDrafter:
             self._drop_ahead(job)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         branching = [tree and self.backend.info.trees for tree in trees]
-        queue, self._queue = self._queue, None
-        if queue is not None and self._take(queue, jobs, [0 if any(branching) else room for room in rooms], drafts):
-            return drafts
-        if not any(branching) and self._roll(jobs, rooms, drafts):
-            self._note_rolled(jobs, rooms, drafts)
-        else:
-            grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
+        if not any(branching) and hasattr(self.backend, "roll"):
+            chains = self._propose_chains(jobs, rooms)
+            if chains is not None:
+                chains.fallbacks = drafts.fallbacks
+                return chains
+        grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
 
+    def _propose_chains(self, jobs: Sequence[Job], rooms: Sequence[int]) -> Drafts | None:
+        """Chains of a model that goes on by itself: what it began behind the last verdict, and the others now. None
+        where somebody must look."""
+        parts: list[Part] = []
+        queue, self._queue = self._queue, None
+        members = [] if queue is None else self._still_good(queue, jobs, rooms)
+        if queue is not None and members:
+            wanted = {jobs[index].id: rooms[index] for index in members}
+            taken = Drafts(counts=[], tokens=None)
+            counts = [wanted.get(one, 0) for one in queue.lengths]
+            fill(taken, [rooms[index] for index in members], counts, queue.rolled.steps, queue.drawing, self.backend)
+            parts.append(Part(members, taken))
+        rest = [index for index, room in enumerate(rooms) if room and index not in members]
+        if rest:
+            some, widths, fresh = [jobs[index] for index in rest], [rooms[index] for index in rest], Drafts([], None)
+            if not self._roll(some, widths, fresh):
+                if not members:
+                    return None
+                grow(self.backend.ops, some, widths, [False] * len(rest), self._read, fresh)
+            parts.append(Part(rest, fresh))
+        whole = join(self.backend.ops, len(jobs), parts)
+        drawn = [part for part in parts if part.drafts.drawn_from]
+        if len(drawn) == len(parts):
+            whole.drawn_from = self.backend.info.vocab_size
+        steps = {jobs[index].id: part.drafts.steps for part in drawn for index in part.members}
+        self._note_rolled(jobs, steps, whole)
+        return whole
+
     def _roll(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
-        """The same for chains, by a model that goes on by itself. What it drafted is known after the round."""
+        """What it drafts is known after the round."""
         active = [job for job, room in zip(jobs, rooms, strict=True) if room]
         seats = [self.seats[job.id] for job in active]
         starts = [seat.length + len(seat.ahead) for seat in seats]
         fed = [job.tokens[start:] for job, start in zip(active, starts, strict=True)]
         return roll(self.backend, jobs, rooms, self._spans(seats, starts, fed, [1] * len(seats)), drafts)
 
-    def _note_rolled(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> None:
+    def _note_rolled(self, jobs: Sequence[Job], steps: dict[int, int], drafts: Drafts) -> None:
         """What was drafted is known after the round; and where the device can, it goes on before that."""
-        active = [job for job, room in zip(jobs, rooms, strict=True) if room]
-        for job in active:
-            self.seats[job.id].length = len(job.tokens)
-        self._rolled = [job.id for job in jobs], drafts
-        if len(active) == len(jobs):
+        if not steps:
+            return
+        for job in jobs:
+            if job.id in steps:
+                self.seats[job.id].length = len(job.tokens)
+        self._rolled.append(Rolls([job.id for job in jobs], steps, drafts))
+        is_small = drafts.probs is None or math.prod(drafts.probs.shape) <= MOST_WEIGHED
+        if len(steps) == len(jobs) and is_small:
             drafts.follow = partial(self._follow, list(jobs), drafts)
 
     def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> None:
         """The verdict is known to the device: it drafts what will most likely be wanted next."""
-        steps, seats = drafts.steps, [self.seats[job.id] for job in jobs]
+        steps, seats = max(drafts.counts), [self.seats[job.id] for job in jobs]
         chains = Chains(
             [seat.slot for seat in seats],
             [len(job.tokens) for job in jobs],
@@ -123,21 +164,19 @@ class ModelDrafter:
         if drawing is not None and rolled is not None:
             self._queue = Queue({job.id: len(job.tokens) for job in jobs}, drawing, rolled)
 
-    def _take(self, queue: Queue, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
-        """What was drafted before the host had looked, if it is what is wanted now."""
-        wanted = {job.id: room for job, room in zip(jobs, rooms, strict=True) if room}
-        lengths = {job.id: len(job.tokens) for job in jobs if job.id in wanted}
-        known = {one: length for one, length in queue.lengths.items() if one in wanted}
-        if not wanted or max(rooms) > queue.rolled.steps or [*known.items()] != [*lengths.items()]:
+    def _still_good(self, queue: Queue, jobs: Sequence[Job], rooms: Sequence[int]) -> list[int]:
+        """For whom what was drafted before the host had looked is what is wanted now."""
+        members = [
+            index
+            for index, (job, room) in enumerate(zip(jobs, rooms, strict=True))
+            if 0 < room <= queue.rolled.steps and queue.lengths.get(job.id) == len(job.tokens)
+        ]
+        ids = [jobs[index].id for index in members]
+        if not members or [one for one in queue.lengths if one in ids] != ids:
             self._drop(queue)
-            return False
-        places = {self.seats[one].slot: length for one, length in lengths.items()}
-        if not cast(Rolling, self.backend).arrive(queue.rolled, places):
-            return False
-        counts = [wanted.get(one, 0) for one in queue.lengths]
-        fill(drafts, rooms, counts, queue.rolled.steps, queue.drawing, self.backend)
-        self._note_rolled(jobs, rooms, drafts)
-        return True
+            return []
+        lengths = {self.seats[jobs[index].id].slot: len(jobs[index].tokens) for index in members}
+        return members if cast(Rolling, self.backend).arrive(queue.rolled, lengths) else []
 
     @property
     def runs_ahead(self) -> bool:
@@ -152,7 +191,7 @@ class ModelDrafter:
             self._room(job, width, drafts) if job.id in self.seats else 0
             for job, width in zip(jobs, widths, strict=True)
         ]
-        if not self._roll(jobs, rooms, drafts):
+        if not hasattr(self.backend, "roll") or not self._roll(jobs, rooms, drafts):
             grow(self.backend.ops, jobs, rooms, [False] * len(jobs), self._read, drafts)
             return drafts
         for job, proposal in zip(jobs, drafts.proposals(), strict=True):
@@ -163,6 +202,7 @@ class ModelDrafter:
         return drafts
 
     def _drop(self, queue: Queue) -> None:
+        self._queue = None
         cast(Rolling, self.backend).drop(queue.rolled)
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
@@ -260,8 +300,7 @@ class ModelDrafter:
 
     def _check_queue(self, queue: Queue, plan: Plan, verdicts: Verdicts) -> None:
         """The host knows the verdict now, which the device went on behind. It is good for the next proposal only."""
-        if self._rolled is None:
-            self._queue = None
+        if not self._rolled or {job.id for job in plan.deciding} != queue.lengths.keys():
             self._drop(queue)
             return
         for job, accepted in zip(plan.deciding, verdicts.accepted.tolist(), strict=True):
@@ -283,13 +322,12 @@ class ModelDrafter:
 
     def _look_at_rolled(self) -> None:
         """By now the host can know what a model drafted that went on by itself: all but the last one it has read."""
-        if self._rolled is None:
-            return
-        (ids, drafts), self._rolled = self._rolled, None
-        for job_id, proposal in zip(ids, drafts.proposals(), strict=True):
-            seat = self.seats.get(job_id)
-            if seat is not None and proposal:
-                self._put_ahead(seat, proposal[: drafts.steps - 1])
+        rolled, self._rolled = self._rolled, []
+        for ids, steps, drafts in rolled:
+            for job_id, proposal in zip(ids, drafts.proposals(), strict=True):
+                seat = self.seats.get(job_id)
+                if seat is not None and job_id in steps:
+                    self._put_ahead(seat, proposal[: steps[job_id] - 1])
 
     def _settle(self, job: Job, seat: Seat) -> None:
         """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""

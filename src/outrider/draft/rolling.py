@@ -17,7 +17,7 @@ def roll(backend: Backend, jobs: Sequence[Job], rooms: Sequence[int], spans: Spa
     was read.
     """
     steps = max(rooms, default=0)
-    if steps == 0 or not hasattr(backend, "roll"):
+    if steps == 0:
         return False
     active = [job for job, room in zip(jobs, rooms, strict=True) if room]
     drawing = backend.ops.drawing(active, steps)

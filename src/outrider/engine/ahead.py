@@ -124,10 +124,13 @@ class Sharing:
         self._torch = torch
         self._all = torch.get_num_threads()
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        self._begun = torch.cuda.Event() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     def split(self) -> None:
         """For the target's thread."""
         self._torch.set_num_threads(max(1, self._all - 1))
+        if self._begun is not None:
+            self._begun.record()
 
     def rejoin(self) -> None:
         self._torch.set_num_threads(self._all)
@@ -139,9 +142,13 @@ class Sharing:
         if self._stream is None:
             yield
             return
+        assert self._begun is not None
         with self._torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()  # what was drafted is read on the target's stream
+            self._stream.wait_event(self._begun)  # pages may have been copied
+            try:
+                yield
+            finally:
+                self._stream.synchronize()  # what was drafted is read on the target's stream
 
 
 class RunAhead:
@@ -204,7 +211,7 @@ class RunAhead:
         if not drafts.makers or not self.payoff.is_on:
             return
         for name in self._names:
-            flight = Flight(name, [], [], [], [], Future())
+            flight, widths = Flight(name, [], [], [], [], Future()), dict[int, int]()
             for index, (job, proposal) in enumerate(zip(plan.deciding, drafts.proposals(), strict=True)):
                 if drafts.makers[index] != name or index in drafts.parents or index in drafts.faults:
                     continue
@@ -212,7 +219,12 @@ class RunAhead:
                     continue
                 length = len(job.tokens) + len(proposal) + 1
                 width = min(len(proposal), plan.asks[index][0].width, job.limit - length - 1)
-                if width < 1 or not self._has_room(job, length + width):
+                if width >= 1:
+                    widths[index] = width
+            for index, width in widths.items():
+                job, proposal = plan.deciding[index], drafts.proposals()[index]
+                length = len(job.tokens) + len(proposal) + 1
+                if not self._has_room(job, length + max(widths.values())):  # all may go as far as the widest
                     continue
                 flight.jobs.append(job)
                 flight.copies.append(_assuming(job, proposal))

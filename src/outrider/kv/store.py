@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from outrider.kv.pages import Page
@@ -48,4 +49,5 @@ class PageStore:
         self.whole.index_copy_(1, self._index(places), contents.to(self.whole))
 
     def _index(self, places: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(places, dtype=torch.int64, device=self.whole.device)
+        # `torch.tensor` would wait until everything queued on the device is done
+        return torch.from_numpy(np.asarray(places, dtype=np.int64)).to(self.whole.device, non_blocking=True)

@@ -18,6 +18,7 @@ from outrider.backends.cuda.forward import Constants, Long
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
     MASK_BITS,
+    WORK_ROWS,
     Rows,
     Shape,
     arrange,
@@ -40,7 +41,6 @@ from outrider.sampling.ops import Drawing, remember
 from outrider.types import Scores, Slot
 
 LONG = 64  # tokens of a chain from which torch's attention for prompts is faster than ours
-WORK_ROWS = (64, GRAPH_ROWS[-1])  # rows that passes of a few, and of many, have room for together
 STRICT_ROWS = 16  # of every pass in strict mode: the smallest size our products have
 
 Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]
@@ -138,6 +138,7 @@ class GpuBackend(PagedSequences):
             frequencies=torch.tensor(spec.rope.frequencies, device=self.device),
             scratch=scratch,
             pool=torch.cuda.graph_pool_handle() if self._has_graphs else None,
+            stream=torch.cuda.Stream(self.device) if self._has_graphs else None,  # type: ignore[no-untyped-call]
         )
         self._programs: dict[Hashable, Program] = {}
         self._work: dict[int, Work] = {}  # by rows: programs run one after another, and what they leave is copied
@@ -487,7 +488,7 @@ class GpuBackend(PagedSequences):
         """Lets an EAGLE head that sits on this model guess on by itself."""
         if self.strict:
             return None
-        return HeadRoller(head, self._model.kernels, self._model.pool, graphs=self._has_graphs)
+        return HeadRoller(head, self._model, graphs=self._has_graphs)
 
     def view(self, layers: int) -> GpuBackend:
         return FirstLayers(self, layers)

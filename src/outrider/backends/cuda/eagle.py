@@ -17,6 +17,7 @@ import torch
 from outrider.backends.cuda.forward import Constants
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
+    WORK_ROWS,
     Shape,
     arrange,
     graph_rows,
@@ -96,7 +97,7 @@ def _likeliest(rows: torch.Tensor, warp: torch.Tensor, per: int) -> _Children:
 class HeadRoller:
     """Lets a head guess on by itself."""
 
-    def __init__(self, head: EagleHead, kernels: Any, pool: Any, *, graphs: bool) -> None:
+    def __init__(self, head: EagleHead, target: Model, *, graphs: bool) -> None:
         layer, pages = head.spec.layer, head.pages
         self._head, self._has_graphs = head, graphs
         self._device = head.target.device
@@ -106,7 +107,7 @@ class HeadRoller:
             spec=layer,
             weights=SimpleNamespace(embedding=self._like),  # type: ignore[arg-type]
             held=head.store.layers,
-            kernels=kernels,
+            kernels=target.kernels,
             constants=Constants(
                 heads=(layer.num_heads, layer.num_kv_heads, layer.head_dim),
                 floor=0.0,
@@ -117,9 +118,11 @@ class HeadRoller:
             ),
             frequencies=torch.tensor(layer.rope.frequencies, device=self._device),
             scratch=pages.num_pages * pages.page_size,
-            pool=pool,
+            pool=target.pool,
+            stream=target.stream,
         )
         self._programs: dict[Shape, HeadProgram] = {}
+        self._work: dict[int, Work] = {}  # by rows: programs run one after another
         self._ones = torch.ones(GRAPH_ROWS[-1], dtype=torch.int32, device=self._device)
 
     def roll(self, entries: Entries, steps: int, drawing: Drawing) -> bool:
@@ -259,7 +262,10 @@ class HeadRoller:
         if program is None or program.room < len(rows.table):
             longest = min(-(-self._head.context // pages.page_size) + 1, pages.num_pages)
             room = max(len(rows.table), shape.rows * longest)
-            work = build_work(layer, shape.rows, self._like)
+            most = next(size for size in WORK_ROWS if size >= shape.rows)
+            if most not in self._work:  # without logits: each program has its own
+                self._work[most] = build_work(layer, most, self._like, num_wanted=0)
+            work = self._work[most]
             program = self._programs[shape] = HeadProgram(self._head, self._model, shape, room, work)
         program.stage(rows)
         return program

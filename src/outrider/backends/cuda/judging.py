@@ -89,6 +89,7 @@ def _walk(
             if is_kept == 0:
                 refused = draft
                 if sibling >= 0:  # the next one is judged by what this one leaves
+                    tl.debug_barrier()  # what is written over now, all threads have read
                     rest = tl.full((), 0.0, tl.float32)
                     for block in range(blocks):
                         column = block * BLOCK + tl.arange(0, BLOCK)
@@ -219,7 +220,7 @@ def rule(
     out = torch.empty(num_jobs, OUT.value, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_jobs, device=logits.device)
     left = torch.empty(num_jobs if rejects and branches else 0, columns, device=logits.device)
-    given = probs if weighed else weights
+    tokens, given = tokens.contiguous(), probs.contiguous() if probs is not None and weighed else weights
     _walk[(num_jobs,)](
         logits, peaks, masses, chosen, tokens, given, rows, jobs, settings, left, weights, out, stride, columns,
         blocks, WEIGHED=weighed, BLOCK=BLOCK, BLOCKS=padded,

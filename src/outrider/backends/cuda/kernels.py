@@ -525,6 +525,7 @@ def attend(
 def advance(layout: Layout, fed: torch.Tensor, by: torch.Tensor, *, page_size: int, max_splits: int) -> None:
     """The rows of a pass move on by so many tokens and are fed these. fed [rows], by [sequences]: each has as many rows
     as the others, which are a chain."""
+    fed, by = fed.contiguous(), by.contiguous()
     names = ("tokens", "positions", "places", "lasts", "groups", "firsts", "lengths", "splits", "tables")
     _launch(
         _advance,

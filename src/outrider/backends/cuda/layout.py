@@ -24,6 +24,7 @@ from outrider.errors import BackendError
 MIN_SPLIT = 128  # keys
 SPLIT_STEP = 128  # sizes of splits are whole numbers of these
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows that passes are filled up to
+WORK_ROWS = (64, GRAPH_ROWS[-1])  # rows that passes of a few, and of many, have room for together
 PAIRS, MORE_PAIRS = 16, 64  # (row, head) pairs of a group: for single rows, and for spans of several
 MASK_BITS = 64  # nodes of a tree that masks can tell apart
 NOWHERE = -1  # where what fills a pass up stands

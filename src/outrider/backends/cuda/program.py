@@ -7,6 +7,7 @@ the cache that belongs to nobody.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from outrider.backends.cuda.forward import Buffers, Constants, Long, build_buffe
 from outrider.backends.cuda.layout import Ints, Rows, Shape, fill, most_splits, size_of, view
 from outrider.backends.weights import Weights
 from outrider.models.base import TransformerSpec
+
+_recording = threading.Lock()
 
 
 class Model(NamedTuple):
@@ -30,6 +33,7 @@ class Model(NamedTuple):
     frequencies: torch.Tensor
     scratch: int  # the place that belongs to nobody
     pool: Any = None  # memory that all graphs share
+    stream: Any = None  # that they are recorded on
 
 
 @dataclass(slots=True)
@@ -158,7 +162,12 @@ class Program:
     def record(self) -> None:
         """From the next run on it is a graph. Has run at least once, so that nothing is built while recording."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.model.pool, capture_error_mode="thread_local"):
+        # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
+        # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
+        with (
+            _recording,
+            torch.cuda.graph(graph, self.model.pool, self.model.stream, capture_error_mode="thread_local"),
+        ):
             self._compute()
         self._graph = graph
 

@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -27,6 +28,7 @@ from outrider.sampling.tree import build_tree_layout
 from outrider.sampling.warp import Controls, shape
 from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
 
+log = logging.getLogger("outrider")
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -80,6 +82,10 @@ class DeviceSampling(SamplingOps):
         return super().adopt(drafts)
 
     def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> Drawing | None:
+        with on(self.device):
+            return self._drawing(jobs, steps, further)
+
+    def _drawing(self, jobs: Sequence[Job], steps: int, further: Array | None) -> Drawing | None:
         controls = self._controls_of(jobs, [1] * len(jobs))
         if _needs_shaping(controls):
             return None
@@ -106,6 +112,7 @@ class DeviceSampling(SamplingOps):
             if not _needs_shaping(controls):
                 verdicts = self._judged(jobs, drafts, torch.as_tensor(scores.logits), {})
             if verdicts is None:  # or a row cannot be used: the reference says why
+                self.follows = self.follows and _needs_shaping(controls)  # else this is a second look
                 shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
                 verdicts = self._judged(jobs, drafts, shaped.logits, shaped.faults, is_shaped=True)
             assert verdicts is not None, "shaped rows can always be used"
@@ -185,7 +192,10 @@ class DeviceSampling(SamplingOps):
             self._arrivals.reverse()
             self._arrivals[1].record()
         if meanwhile is not None:
-            meanwhile()
+            try:
+                meanwhile()
+            except Exception:  # it was for nothing, then: nobody has asked for it yet
+                log.warning("what comes next could not be queued", exc_info=True)
         if self._arrivals:
             started = time.perf_counter()
             self._arrivals[1].synchronize()
