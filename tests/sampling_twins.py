@@ -73,5 +73,5 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling on the device by these, and rows as a GPU hands them over."""
     for twin in (choose, spread, rule):
         monkeypatch.setattr(sampling, twin.__name__, twin)
-    monkeypatch.setattr("outrider.backends.cuda.backend.array_of", lambda tensor: tensor)
+    monkeypatch.setattr("outrider.backends.cuda.passes.array_of", lambda tensor: tensor)
     monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)

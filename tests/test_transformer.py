@@ -249,7 +249,7 @@ def test_long_stretches_on_a_gpu_are_attended_to_by_torch(
     files: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New prompts, prompts with a beginning that is known, and decodes beside them, in one pass."""
-    monkeypatch.setattr("outrider.backends.cuda.backend.LONG", 6)
+    monkeypatch.setattr("outrider.backends.cuda.passes.LONG", 6)
     backend, model = load(files / family, kernels="twins"), reference(family)
     texts = [text(count, seed=count) for count in (20, 33, 12, 25)]
     slots = [opened(backend) for _ in texts]
