@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.backends.cuda import choosing, judging, kernels
+from outrider.backends.cuda import attending, choosing, judging, launching, products
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes a program may have: A100, 30xx, H100
 INTEGERS = "i32"
@@ -26,10 +26,10 @@ def compiled(kernel: Any, kind: str, capability: int, constants: dict[str, Any],
     fp32 = {"sums", "peaks", "weights", "turns", "head_norm", "weight", "logits", "scores", "settings", "masses"}
     fp32 |= {"probs", "left"}
     ints = {"firsts", "counts", "lengths", "splits", "tables", "roots", "paths", "seats", "lasts", "low_bits"}
-    ints |= {"high_bits", "table", "groups", "places", "ids", "asked", "chosen", "rows", "jobs"}
+    ints |= {"high_bits", "table", "groups", "places", "ids", "asked", "chosen", "rows", "jobs", "positions"}
     floats = {"floor", "scale"}
     numbers = {"num_rows", "num_outputs", "num_inputs", "width", "held_width", "num_splits", "window", "page_size"}
-    numbers |= {"stride", "out_stride", "asked_width", "columns", "blocks", "num_jobs"}
+    numbers |= {"max_splits", "stride", "out_stride", "asked_width", "columns", "blocks", "num_jobs"}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -50,11 +50,11 @@ def compiled(kernel: Any, kind: str, capability: int, constants: dict[str, Any],
     return int(made.metadata.shared)
 
 
-def products(capability: int) -> None:
-    for kind, sizes in kernels.TILES.items():
+def few_rows(capability: int) -> None:
+    for kind, sizes in products.TILES.items():
         for rows, (per, wide, warps, stages) in sizes.items():
             per_input = (per * (2 if kind == "gated" else 1) + rows) * 2
-            wide, stages = kernels.fitting(SHARED[capability], 0, per_input, wide, stages)
+            wide, stages = launching.fitting(SHARED[capability], 0, per_input, wide, stages)
             constants = {
                 "NORM": kind != "plain",
                 "GATED": kind == "gated",
@@ -66,13 +66,13 @@ def products(capability: int) -> None:
                 "OVERLAP": capability >= 90,
             }
             options = {"num_warps": warps, "num_stages": stages}
-            shared = compiled(kernels._product, "bf16", capability, constants, options)
+            shared = compiled(products._product, "bf16", capability, constants, options)
             check(f"product, {kind}, {rows} rows", capability, shared)
 
 
 def attention(capability: int) -> None:
-    for pairs, (keys, warps, stages) in kernels.LOOKING.items():
-        keys, stages = kernels.fitting(SHARED[capability], pairs * 128 * 2, 2 * 128 * 2, keys, stages)
+    for pairs, (keys, warps, stages) in attending.LOOKING.items():
+        keys, stages = launching.fitting(SHARED[capability], pairs * 128 * 2, 2 * 128 * 2, keys, stages)
         for tree in ("", "masks", "paths"):
             constants = {
                 "HEADS": 32,
@@ -88,7 +88,7 @@ def attention(capability: int) -> None:
                 "OVERLAP": capability >= 90,
             }
             options = {"num_warps": warps, "num_stages": stages}
-            shared = compiled(kernels._attend, "bf16", capability, constants, options)
+            shared = compiled(attending._attend, "bf16", capability, constants, options)
             check(f"attention, {pairs} pairs, {tree or 'chains'}", capability, shared)
 
 
@@ -97,13 +97,15 @@ def others(capability: int) -> None:
     shape = {"HEADS": 32, "DIM": 128, "DIM_BLOCK": 128}
     few = {"num_warps": 4}
     check(
-        "combine", capability, compiled(kernels._combine, "bf16", capability, {**shape, "SPLITS": 32, **overlap}, few)
+        "combine", capability, compiled(attending._combine, "bf16", capability, {**shape, "SPLITS": 32, **overlap}, few)
     )
     turn = {"HEADS": 32, "KV_HEADS": 8, "PAIRS": 64, "PAIR_BLOCK": 64, "TURNING": 64, "NORM": True, **overlap}
-    check("turn", capability, compiled(kernels._turn, "bf16", capability, turn, {"num_warps": 1}))
+    check("turn", capability, compiled(attending._turn, "bf16", capability, turn, {"num_warps": 1}))
     norm = {"WEIGHTED": True, "BLOCK": 4096, **overlap}
-    check("norm", capability, compiled(kernels._norm, "bf16", capability, norm, few))
-    check("gate", capability, compiled(kernels._gate, "bf16", capability, {"BLOCK": 1024}, few))
+    check("norm", capability, compiled(products._norm, "bf16", capability, norm, few))
+    check("gate", capability, compiled(products._gate, "bf16", capability, {"BLOCK": 1024}, few))
+    moved = {"PER": 2, "STEP": 128, "BLOCK": 128}
+    check("advance", capability, compiled(attending._advance, "i32", capability, moved, few))
     check("peaks", capability, compiled(choosing._peaks, "fp32", capability, {"BLOCK": 4096}, few))
     long = {"BLOCK": 4096, "BLOCKS": 32}
     check("race", capability, compiled(choosing._race, "fp32", capability, long, few))
@@ -123,6 +125,6 @@ def check(name: str, capability: int, shared: int) -> None:
 
 if __name__ == "__main__":
     for generation in SHARED:
-        products(generation)
+        few_rows(generation)
         attention(generation)
         others(generation)
