@@ -16,11 +16,13 @@ from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.bench import gpu_peers, gpu_rounds
+from outrider.config import ModelConfig
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
+from outrider.engine.runner import second_gpu
 from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
@@ -382,3 +384,16 @@ def test_the_peer_of_batches_runs(model: RandomFile) -> None:
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
     (line,) = gpu_peers.transformers_batches("tiny-untied", "cpu", [2], 5, 6)
     assert line.name.startswith("2 at once, transformers") and line.value > 0
+
+
+def test_a_draft_may_have_a_device_of_its_own(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"max_tokens": 12, "width": 2, **GREEDY}
+    engine = Engine.load("random:tiny", draft="random:tiny", device="cpu", draft_device="cpu", run_ahead=True)
+    assert engine.generate([1, 2, 3], **given).token_ids == plainly(engine, [[1, 2, 3]], max_tokens=12, **GREEDY)[0]
+    with pytest.raises(OutriderError, match="draft_device must be auto, cpu, cuda or cuda:N, got 'tpu'"):
+        Engine.load("random:tiny", draft="random:tiny", draft_device="tpu")
+    monkeypatch.setattr("outrider.engine.runner._torch_sees_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [second_gpu(ModelConfig(device=name)) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:1", "cuda:0", None]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert second_gpu(ModelConfig(device="cuda")) is None

@@ -90,11 +90,13 @@ class ModelConfig:
     caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory of their
     keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of what
     else is in its pass; natively they always are. `dtype` is what torch keeps weights, keys and values in: bfloat16 on
-    a GPU and float32 on a CPU if it is left out.
+    a GPU and float32 on a CPU if it is left out. `draft_device` is where draft models run, if not beside the target;
+    one that runs ahead gets a second GPU where there is one.
     """
 
     backend: str = "auto"
     device: str = "auto"
+    draft_device: str | None = None
     threads: int | None = None
     context: int | None = None
     cache_tokens: int | None = None
@@ -108,8 +110,9 @@ class ModelConfig:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", param="backend")
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}", param="device")
+        for name, device in (("device", self.device), ("draft_device", self.draft_device or "auto")):
+            if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+                raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, got {device!r}", param=name)
         for name, least in (("threads", 1), ("context", 2), ("cache_tokens", 2), ("cache_bytes", 1)):
             if getattr(self, name) is not None:
                 require_int(getattr(self, name), name, least)

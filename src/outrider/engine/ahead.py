@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from array_api_compat import is_torch_namespace
 
@@ -118,12 +118,15 @@ class Sharing:
     they would wait for one another). On a GPU the draft has a stream of its own, so that kernels overlap.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draft_device: Any) -> None:
         import torch
 
         self._torch = torch
         self._all = torch.get_num_threads()
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        self._stream: Any = None
+        if torch.cuda.is_available():
+            where = draft_device if getattr(draft_device, "type", "") == "cuda" else None
+            self._stream = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]
         self._begun = torch.cuda.Event() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     def split(self) -> None:
@@ -166,7 +169,10 @@ class RunAhead:
                 param="run_ahead",
             )
         self._paged = cast(Paged, self.target) if hasattr(self.target, "reserve") else None
-        self._cores = Sharing() if is_torch_namespace(target.ops.xp) else None
+        backends = [getattr(self.router.drafters[name], "backend", None) for name in self._names]
+        self._cores = None
+        if is_torch_namespace(target.ops.xp):
+            self._cores = Sharing(next((getattr(backend, "device", None) for backend in backends), None))
         self._pool = ThreadPoolExecutor(1, "outrider-draft")
         self._flights: list[Flight] = []
         self._ready: dict[int, Ready] = {}  # by job id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from outrider.backends.base import Backend
@@ -22,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
 from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
+from outrider.engine.runner import second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.tokenizer.base import Tokenizer
 
@@ -66,6 +68,8 @@ def build_engine(
     wish = f"width {speculation.width}" if speculation.width else "a tree" if speculation.tree else None
     if wish is not None and not specs:
         raise MissingDraftError(f"{wish} needs a draft; name one as the draft, or leave it out", param="draft")
+    if run_ahead and model.draft_device is None and any(spec.model is not None for spec in specs):
+        model = replace(model, draft_device=second_gpu(model))
     first, others = _load(preset.target if preset is not None else target, specs, model, clock)
     chunk = scheduling.prefill_chunk
     drafters = [
@@ -131,7 +135,7 @@ def _load(
 
 def _refuse_unused(config: ModelConfig, what: str) -> None:
     """Settings of loading that nothing would be loaded with."""
-    for name in ("device", "threads", "context", "cache_tokens", "cache_bytes", "strict", "dtype"):
+    for name in ("device", "draft_device", "threads", "context", "cache_tokens", "cache_bytes", "strict", "dtype"):
         if getattr(config, name) != getattr(ModelConfig(), name):
             raise ConfigError(f"{name} is for models that are loaded by name, not for {what}; leave it out", param=name)
 

@@ -106,6 +106,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         backend: str = "auto",
         device: str = "auto",
+        draft_device: str | None = None,
         threads: int | None = None,
         context: int | None = None,
         cache_tokens: int | None = None,
@@ -144,6 +145,7 @@ class Engine:
             model=ModelConfig(
                 backend=backend,
                 device=device,
+                draft_device=draft_device,
                 threads=threads,
                 context=context,
                 cache_tokens=cache_tokens,

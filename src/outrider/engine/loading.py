@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +62,7 @@ def load_models(target: Named, drafts: Sequence[Named], may_share: Sequence[bool
 def load_draft(draft: Named, config: ModelConfig) -> Loaded:
     """A draft model for a target that is here already."""
     path = _fetch(draft, "draft")
+    config = _aside(config)
     return _adapt([path], config)[0] if config.backend == "hf" else _load([path], config, [True])[0]
 
 
@@ -100,7 +101,7 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
     Transformers of its vocabulary that run on its backend share its pages.
     """
     files = [open_model(path) for path in paths]
-    runners = [choose(file, config) for file in files]
+    runners = [choose(file, _aside(config) if index else config) for index, file in enumerate(files)]
     _check_runners(files, runners)
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
     room = Room.of(files, runners, config)
@@ -129,6 +130,11 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
         backend.fingerprint = fingerprint(paths[index])  # type: ignore[attr-defined]
         loaded.append(Loaded(backend, tokenizer, shares[index] and index > 0))
     return loaded
+
+
+def _aside(config: ModelConfig) -> ModelConfig:
+    """For draft models, which may have a device of their own."""
+    return config if config.draft_device is None else replace(config, device=config.draft_device)
 
 
 def _check_runners(files: Sequence[ModelFile], runners: Sequence[Runner]) -> None:

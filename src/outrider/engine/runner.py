@@ -93,6 +93,17 @@ def device_name(config: ModelConfig) -> str:
     return name
 
 
+def second_gpu(config: ModelConfig) -> str | None:
+    """Where a draft that runs ahead does not share a GPU with its target; None where there is one GPU, or none."""
+    name = device_name(config)
+    if name == "cpu":
+        return None
+    import torch
+
+    taken = torch.device(name).index or 0
+    return next((f"cuda:{number}" for number in range(torch.cuda.device_count()) if number != taken), None)
+
+
 def may_have_cuda() -> bool:
     """Whether importing torch to look for a device can be worth its time. On Linux a driver shows in /dev."""
     if "torch" in sys.modules:

@@ -181,6 +181,7 @@ def _adopted(name: str, target: Backend, drafts: Drafts) -> Drafts:
     drafts.is_deferred = drafts.drawn_from == target.info.vocab_size and target.ops.defers(drafts)
     drafts = target.ops.adopt(drafts)
     if not drafts.is_deferred:
+        drafts.follow = drafts.watch = None  # those are for a draft on the target's own device
         _check_values(name, target, drafts)
     return drafts
 
