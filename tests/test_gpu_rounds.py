@@ -45,7 +45,7 @@ def ops() -> DeviceSampling:
 def judged(ops: DeviceSampling, batch: Round) -> Any:
     probs = None if batch.probs is None else torch.tensor(batch.probs)
     drafts = Drafts(batch.counts, torch.tensor(batch.tokens), probs, batch.parents)
-    return ops.judge(batch.jobs, drafts, Scores(batch.rows, torch.tensor(np.ascontiguousarray(batch.logits))))
+    return ops.judge(batch.jobs, drafts, Scores(batch.rows, torch.as_tensor(batch.logits)))
 
 
 @pytest.mark.parametrize("size", [2, 5, 129, 1000])

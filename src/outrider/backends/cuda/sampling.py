@@ -128,6 +128,9 @@ class DeviceSampling(SamplingOps):
         is_shaped: bool = False,
     ) -> Verdicts | None:
         """None where a row cannot be used. faults: of rows, which count for those whose job came there."""
+        logits = logits.float()
+        if logits.stride(1) != 1:  # a backend of somebody else's may lay its rows out as it likes
+            logits = logits.contiguous()
         form = self._form(drafts)
         counts = [count + 1 for count in drafts.counts]
         settings, words = self._settings_of(jobs, counts, is_shaped=is_shaped)
