@@ -45,7 +45,7 @@ serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of
 
 proofs: .venv/.dev      ## the whole grid of joint-distribution proofs; bits of rows in the GPU's kernels, interpreted
 	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
-	$(BIN)/python -m pytest -n auto -m slow tests/test_transformer.py tests/test_gpu_rounds.py
+	$(BIN)/python -m pytest -n auto -m slow tests/test_transformer.py tests/test_gpu_rounds.py tests/test_hf.py
 
 gpu-kernels: .venv/.dev ## compile the GPU's kernels for three generations of GPUs; needs none
 	$(BIN)/python tests/compile_kernels.py
