@@ -295,7 +295,7 @@ class ModelDrafter:
             seat.ahead += fed[-1]
             if sprout.is_tree:
                 parents[index] = seat.parents = sprout.fed_parents
-        scores = self._score(seats, starts, fed, rows, parents)
+        scores = self.backend.score(self._spans(seats, starts, fed, rows, parents))
         return scores.logits[:, : self.backend.info.vocab_size]
 
     def _check_queue(self, queue: Queue, plan: Plan, verdicts: Verdicts) -> None:
@@ -367,17 +367,7 @@ class ModelDrafter:
         seats, starts, fed = [seats[at] for at in reading], [starts[at] for at in reading], [fed[at] for at in reading]
         for seat, tokens in zip(seats, fed, strict=True):
             seat.length += len(tokens)
-        self._score(seats, starts, fed, [0] * len(seats))
-
-    def _score(
-        self,
-        seats: Sequence[Seat],
-        starts: list[int],
-        fed: Sequence[Sequence[int]],
-        rows: list[int],
-        parents: Mapping[int, Sequence[int]] | None = None,
-    ) -> Scores:
-        return self.backend.score(self._spans(seats, starts, fed, rows, parents))
+        self.backend.score(self._spans(seats, starts, fed, [0] * len(seats)))
 
     def _spans(
         self,
