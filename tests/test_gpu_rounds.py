@@ -20,7 +20,7 @@ from outrider.config import ModelConfig
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
-from outrider.draft.synthetic import SyntheticDrafter
+from outrider.draft.synthetic import Spoiling, SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.runner import second_gpu
 from outrider.errors import OutriderError
@@ -319,6 +319,14 @@ def test_running_ahead_of_the_verdict_changes_no_text(
     ahead = Engine(engine.loop.target, [drafter], run_ahead="always")
     assert [result.token_ids for result in ahead.generate(prompts, **given)] == wanted
     assert ahead.loop.ahead is not None and ahead.loop.ahead.overlap.fresh > 0
+
+
+def test_a_synthetic_draft_hands_over_no_rows_that_its_tokens_were_not_drawn_from() -> None:
+    sampled = job(60, seed=1, accept="rejection")
+    rows = np.random.default_rng(0).standard_normal((1, 60)).astype(np.float32)
+    assert REFERENCE.draft([sampled], [[]], rows).probs is not None
+    drawn = Spoiling(REFERENCE, 0.5, 60).draft([sampled], [[]], rows)
+    assert drawn.probs is None and drawn.tokens.shape == (1,)
 
 
 @pytest.mark.usefixtures("by_twins")

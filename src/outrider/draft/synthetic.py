@@ -21,7 +21,7 @@ PLACES = 4096  # after so many, what is spoiled comes again
 
 
 class SyntheticDrafter(ModelDrafter):
-    """`share` of its tokens are the target's own, each by itself. Requests must be greedy."""
+    """`share` of its tokens are what a greedy target says, each by itself."""
 
     name = "synthetic"
 
@@ -53,7 +53,8 @@ class Spoiling:
         drawn = self._ops.draft(jobs, drafted, logits)
         before = [[*job.tokens[-1:], *line][-1] for job, line in zip(jobs, drafted, strict=True)]
         ends = [len(job.tokens) + len(line) for job, line in zip(jobs, drafted, strict=True)]
-        return drawn._replace(tokens=self._said(jobs, before, ends, 1)[:, 0])
+        # certain, whatever rows were drawn from: so a sampled request keeps its law
+        return drawn._replace(tokens=self._said(jobs, before, ends, 1)[:, 0], probs=None)
 
     def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> Drawing | None:
         inner = self._ops.drawing(jobs, steps, further)
