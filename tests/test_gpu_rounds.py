@@ -376,9 +376,11 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_rounds, "SHARES", (0.5, 0.9))
     monkeypatch.setattr(gpu_rounds, "timed", lambda run, repeats: [run() or 0.001])
     monkeypatch.setattr(gpu_rounds, "REQUESTS", {True: (24, 1), False: (24, 1)})
+    monkeypatch.setattr(gpu_rounds, "BATCHED", 24)
+    monkeypatch.setattr(gpu_rounds, "BEGINNING", 8)
     lines = list(gpu_rounds.rounds("tiny-untied", "tiny", "cpu", quick=True))
     assert [line.name for line in lines[2:]] == [
-        "plain", "50% right", "50% right, run-ahead", "90% right", "90% right, run-ahead"
+        "plain", *(f"{share}% right{order}" for order in gpu_rounds.ORDERS for share in (50, 90))
     ]  # fmt: skip
     lines = list(gpu_rounds.batches("tiny-untied", "tiny", "cpu", quick=True, sizes=(1, 3)))
     assert [line.name for line in lines] == [

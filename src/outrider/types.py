@@ -485,7 +485,9 @@ class Verdicts:
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
-    `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`).
+    `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`). A round is a
+    `first` when something was built for it that later ones will find: what it took says nothing of them. A plain pass
+    is `late` when it was not queued before somebody asked, as it is among others: they take less.
     """
 
     accepted: Array  # [B]
@@ -493,6 +495,8 @@ class Verdicts:
     faults: dict[int, OutriderError] = field(default_factory=dict)
     paths: dict[int, list[int]] = field(default_factory=dict)  # job -> indices of its drafts
     seconds: tuple[float, float] | None = None
+    is_first: bool = False
+    is_late: bool = False
 
     def kept(self, index: int) -> Sequence[int]:
         """Which drafts of a job stay, in order."""

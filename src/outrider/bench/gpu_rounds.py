@@ -28,7 +28,10 @@ SHARES = (0.6, 0.8, 0.9)
 BATCHES = (1, 8, 32, 64, 128, 256)
 MOST = 10  # widths that are looked at
 CONTEXT = 64  # tokens of a prompt
-REQUESTS = {True: (192, 2), False: (384, 4)}  # quick or not: tokens of an answer, and how many answers
+REQUESTS = {True: (192, 3), False: (384, 6)}  # quick or not: tokens of an answer, and how many answers
+BATCHED = 128  # tokens of an answer, where many are given at once
+BEGINNING = 16  # of those that are not counted where rounds are looked at: prompts are read meanwhile
+ORDERS: dict[str, Any] = {"": False, ", run-ahead": "always", ", run-ahead where it pays": True}
 
 
 _seeds = itertools.count()
@@ -64,6 +67,14 @@ class Run(NamedTuple):
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+    def less(self, other: Run) -> Run:
+        """What came after the other one, which was as long as the beginning of this."""
+        return Run._make(mine - theirs for mine, theirs in zip(self, other, strict=True))
+
+    @property
+    def round_s(self) -> float:
+        return self.seconds / self.rounds
 
     @property
     def host_s(self) -> float:
@@ -167,12 +178,14 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
     answer(engine, 1, 64, 0)
     plain = [answer(engine, 1, length, 0).rate for _ in range(repeats)]
     yield _rates("plain", plain, "")
-    orders: dict[str, Engine] = {"": engine, ", run-ahead": load(shape, draft, device, 1, length, "always")}
-    for share in SHARES:
-        width, expected = found.best(share)
-        for order, one in orders.items():
+    engine.close()
+    for order, run_ahead in ORDERS.items():
+        one = load(shape, draft, device, 1, length, run_ahead)
+        answer(one, 1, length, None)  # learns costs
+        for share in SHARES:
+            width, expected = found.best(share)
             drafter_of(one).be_right(share)
-            answer(one, 1, length, None)  # learns
+            answer(one, 1, length, None)  # learns how often it is right
             runs = [answer(one, 1, length, None) for _ in range(repeats)]
             ratio = median([run.rate for run in runs]) / median(plain)
             drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs)
@@ -180,35 +193,40 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
             note = f"{ratio:.2f}x plain; {drafted:.1f} drafted a round, {kept:.2f} kept; "
             note += f"expected {expected:.2f}x at width {width}: {ratio / expected:.2f} of it"
             yield _rates(f"{share:.0%} right{order}", [run.rate for run in runs], note)
-    for one in orders.values():
         one.close()
 
 
 def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[int] = BATCHES) -> Iterator[Line]:
-    """Many requests at once: plain, and with the width left to the engine."""
-    length = REQUESTS[quick][0] // 3
-    engine = load(shape, draft, device, max(sizes), 2 * length)
+    """Many requests at once: plain, and with the width left to the engine. Rounds are looked at when all prompts are
+    read; how much quicker whole answers are, their prompts counted in, is said beside that."""
+    repeats = 2 if quick else 4
+    engine = load(shape, draft, device, max(sizes), BATCHED)
     for batch in sizes:
         found = costs(engine, batch, min(4, max(1, 512 // batch - 1)), 5)
-        answer(engine, batch, 16, 0)
-        plain = [answer(engine, batch, length, 0) for _ in range(2 if quick else 3)]
-        base = median([run.rate for run in plain])
-        round_s = median([run.seconds / run.rounds for run in plain])
-        host = median([run.host_s for run in plain])
-        note = f"a round takes {round_s * 1e3:.2f} ms, the device alone {found.passes[0] * 1e3:.2f}, "
-        yield _rates(f"{batch} at once, plain", [run.rate for run in plain], note + f"the host works {host * 1e3:.2f}")
+        answer(engine, batch, BEGINNING, 0)
+        beginning = answer(engine, batch, BEGINNING, 0)
+        plain = [answer(engine, batch, BATCHED, 0) for _ in range(repeats)]
+        rounds = [run.less(beginning) for run in plain]
+        device_s = found.passes[0]
+        late_s = max(0.0, median([run.round_s for run in rounds]) - device_s)
+        note = f"a round takes {(device_s + late_s) * 1e3:.2f} ms, the device alone {device_s * 1e3:.2f}; "
+        note += f"the host works {median([run.host_s for run in rounds]) * 1e3:.2f}, mostly meanwhile"
+        yield _rates(f"{batch} at once, plain", [run.rate for run in rounds], note)
         for share in SHARES[1:2] if quick else SHARES[:2]:
             drafter_of(engine).be_right(share)
             width, expected = found.best(share)
-            answer(engine, batch, 2 * length, None)
-            runs = [answer(engine, batch, length, None) for _ in range(2 if quick else 3)]
-            ratio = median([run.rate for run in runs]) / base
-            drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs) / batch
-            host = median([run.host_s for run in runs])
-            round_s = median([run.seconds / run.rounds for run in runs])
-            note = f"{ratio:.2f}x plain; {drafted:.1f} drafted for each; expected {expected:.2f}x at width {width}; "
-            note += f"the host works {host * 1e3:.2f} ms of {round_s * 1e3:.2f}"
-            yield _rates(f"{batch} at once, {share:.0%} right", [run.rate for run in runs], note)
+            for _ in range(3):
+                answer(engine, batch, BATCHED, None)
+            beginning = answer(engine, batch, BEGINNING, None)
+            runs = [answer(engine, batch, BATCHED, None) for _ in range(repeats)]
+            ratio = median([run.rate for run in runs]) / median([run.rate for run in plain])
+            rounds = [run.less(beginning) for run in runs]
+            drafted = sum(run.drafted for run in rounds) / sum(run.rounds for run in rounds) / batch
+            round_s, host_s = median([run.round_s for run in rounds]), median([run.host_s for run in rounds])
+            note = f"whole answers {ratio:.2f}x plain; {drafted:.1f} drafted for each; "
+            note += f"costs let expect {expected:.2f}x at width {width}; "
+            note += f"a round takes {round_s * 1e3:.2f} ms, the host works {host_s * 1e3:.2f} of it"
+            yield _rates(f"{batch} at once, {share:.0%} right", [run.rate for run in rounds], note)
     engine.close()
 
 

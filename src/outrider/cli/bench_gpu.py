@@ -65,8 +65,7 @@ def show_rounds(
         gpu_rounds.batches(shape, draft, device, quick, sizes),
     ]
     if peer:
-        length = gpu_rounds.REQUESTS[quick][0] // 3
-        measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, length))
+        measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, gpu_rounds.BATCHED))
     lines = _print_lines(chain.from_iterable(measured), as_json)
     if out is not None:
         out.write_text("\n".join(_rounds_page(shape, draft, lines)) + "\n", encoding="utf-8")

@@ -111,6 +111,8 @@ class Loop:
             drafted = now()
             if self.ahead is not None:
                 self.ahead.start(plan, drafts)
+            if not self.width.stands(plan):
+                drafts.follow = None  # what is asked for next may be something else
             # ONE pass: prompt chunks, pending tokens and drafts alike
             scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan))
             scored = now()
@@ -119,6 +121,7 @@ class Loop:
             num_fed = sum(scores.fed)
             steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
             times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
+            times.is_first, times.is_late = verdicts.is_first, verdicts.is_late
             if verdicts.seconds is not None:
                 self._take_times(times, drafts, *verdicts.seconds)
             return events + self._commit(plan, drafts, scores, verdicts, times)
@@ -384,8 +387,9 @@ class Loop:
         for outcome, jobs in outcomes.items():
             self.statistics.add_round(outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
-        self.statistics.costs.add(times.num_fed, times.score_s)
-        if self.ahead is not None and times.steady and any(drafts.counts):
+        if not times.is_first:
+            self.statistics.costs.add(times.num_fed, times.score_s)
+        if self.ahead is not None and times.steady and any(drafts.counts) and not times.is_first:
             self.ahead.payoff.add(num_emitted, times.draft_s + times.score_s + times.judge_s)
         self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:

@@ -47,6 +47,16 @@ class Controls:
         return bool(self.processed or self.penalised or self.bias or self.constrained or self.held)
 
 
+def is_simple(job: Job) -> bool:
+    """Whether its rows need nothing but temperature and min_p: neither a row as a whole nor what came before."""
+    params = job.params
+    if params.processors or params.penalised or params.logit_bias or params.banned:
+        return False
+    if job.grammar is not None or job.min_length > 0:
+        return False
+    return params.temperature == 0.0 or (params.top_k is None and params.top_p >= 1.0 and params.typical_p >= 1.0)
+
+
 def build_controls(xp: Any, device: Any, jobs: Sequence[Job], counts: Sequence[int]) -> Controls:
     """Controls for `counts[b]` rows of each job b. Computed per job, then repeated: a changing batch is built anew."""
     params = [job.params for job in jobs]

@@ -190,6 +190,9 @@ class AdaptiveController:
         stands = self._left > 0 and not any(ask.width for asks in self._asks for ask in asks)
         return stands or all(map(all, looks))
 
+    def stands(self) -> bool:
+        return self._left > 0 or self._hold >= LONGEST_HOLD
+
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:
             self._lookups.learn(times, outcomes)
@@ -297,6 +300,7 @@ class AdaptiveController:
         elif drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
             if len(now.jobs) == 1 or found.best.rate < LIKELY * known.passes.most_per_second:
                 self._give(groups, [], MEASURING)
+                self._left = 1
                 return
             known.is_surely_slower = known.knows_plain = True
         if drafts:
@@ -416,7 +420,7 @@ class AdaptiveController:
         loss = now.pass_s - now.batch.tokens / now.rate
         if loss <= 0.5 * self._allowed(now, groups):
             self._give(groups, [], MEASURING)
-            self._left = 0
+            self._left = 1  # a second pass may be quicker: it can be queued behind the first
             self._known.budget.wait(loss, now.pass_s)
 
     def _probe(self, now: Situation, groups: Sequence[Group]) -> None:

@@ -87,24 +87,30 @@ class Knowledge:
         drafters of which others learn."""
         pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
         self.num_rounds += 1
-        if times.steady:
-            self.passes.add(times.num_fed, pass_s)
-            if times.num_fed == num_jobs:
-                self.plain_round = self.num_rounds
-        elif times.num_fed:
-            self.passes.hint(times.num_fed, pass_s)
+        if not times.is_first:
+            self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
         if any(plan.asks):
             reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed, lookups)
-            if drafts.parents or self.tree_round:
+            if (drafts.parents or self.tree_round) and not times.is_first:
                 self._compare(drafts, times, outcomes)
-        if num_jobs:
+        if num_jobs and not times.is_first:
             passes, seconds = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs, pass_s + times.draft_s
             invested_s = reading_s if pays else None
             if times.steady:
                 self.budget.count(num_jobs, seconds, seconds, passes, invested_s)
             else:  # reading the prompt is nobody's loss
                 self.budget.count(num_jobs, seconds, times.draft_s, passes - 1.0, invested_s)
+
+    def _learn_pass(self, times: PassTimes, pass_s: float, num_jobs: int) -> None:
+        if times.steady:
+            if times.num_fed == num_jobs:
+                self.plain_round = self.num_rounds
+            if times.is_late and self.plain_samples(num_jobs) and pass_s > self.passes.seconds(num_jobs):
+                return  # it is at most that
+            self.passes.add(times.num_fed, pass_s)
+        elif times.num_fed:
+            self.passes.hint(times.num_fed, pass_s)
 
     def _compare(self, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """Rounds with trees beside those with chains."""
@@ -169,7 +175,7 @@ class Knowledge:
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
-        return self._learn_costs(times, work)
+        return 0.0 if times.is_first else self._learn_costs(times, work)
 
     def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
         reading_s = 0.0

@@ -228,7 +228,8 @@ class Lookups:
         return worthwhile(shares, self._rows, self._pass_s, self._speed * self._plain_rate)
 
     def learn(self, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        if times.steady and len(outcomes) == times.num_fed == 1:
+        is_steady = times.steady and not times.is_first
+        if is_steady and len(outcomes) == times.num_fed == 1:
             seconds = times.draft_s + times.score_s + times.judge_s
             mean = self._round_s.setdefault(self._is_asked, seconds)
             self._round_s[self._is_asked] += FOLLOW * (min(seconds, 2.0 * mean) - mean)
@@ -246,7 +247,7 @@ class Lookups:
             if name in self.names:
                 mean = self._cost_s.setdefault(name, seconds)
                 self._cost_s[name] += FOLLOW * (min(seconds, 2.0 * mean) - mean)
-        if times.steady and emitted:
+        if is_steady and emitted:
             seconds = times.draft_s + times.score_s + times.judge_s
             speed = sum(emitted.values()) / len(emitted) * self._pass_s(len(emitted)) / seconds
             self._speed = max(1.0, self._speed + FOLLOW * (speed - self._speed))

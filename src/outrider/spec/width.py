@@ -43,6 +43,9 @@ class Controller(Protocol):
     def rests(self, jobs: Sequence[Job]) -> bool:
         """Whether none of the jobs whose width is free will get drafts in the next round, either."""
 
+    def stands(self) -> bool:
+        """Whether the next round will most likely be asked for the same."""
+
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """What a round cost and brought."""
 
@@ -69,6 +72,10 @@ class WidthChooser:
         if any(job.drafters and job.width for job in jobs) or (free and not self.controller.rests(free)):
             return []
         return [place for place, job in enumerate(jobs) if len(job.tokens) + 1 < job.limit]
+
+    def stands(self, plan: Plan) -> bool:
+        """Whether the same will most likely be drafted for these jobs in the next round."""
+        return all(job.width is not None for job in plan.deciding) or self.controller.stands()
 
     def choose(self, jobs: Sequence[Job], rows: int) -> list[Choice]:
         """For every deciding job of a pass in which others are fed `rows` tokens."""

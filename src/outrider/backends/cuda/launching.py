@@ -9,7 +9,10 @@ import torch
 import triton
 from triton.compiler.compiler import max_shared_mem
 
+from outrider.backends.cuda import novelty
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+triton.knobs.runtime.kernel_load_end_hook.add(novelty.note)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool | None = True, **options: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.backends.cuda import novelty
 from outrider.backends.cuda.forward import Buffers, Constants, Long, build_buffers, run_layers
 from outrider.backends.cuda.layout import Ints, Rows, Shape, fill, most_splits, size_of, view
 from outrider.backends.weights import Weights
@@ -170,6 +171,7 @@ class Program:
         ):
             self._compute()
         self._graph = graph
+        novelty.note()
 
     def _compute(self) -> None:
         model, layout, buffers = self.model, self.layout, self.buffers

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose, spread
 from outrider.backends.cuda.judging import JOB, ROW, rule
 from outrider.backends.torch_common import on, sent
@@ -25,11 +26,20 @@ from outrider.errors import DraftError, OutriderError
 from outrider.sampling.noise import Stream
 from outrider.sampling.ops import SamplingOps, remember
 from outrider.sampling.tree import build_tree_layout
-from outrider.sampling.warp import Controls, shape
+from outrider.sampling.warp import is_simple, shape
 from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
 
 log = logging.getLogger("outrider")
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Settings(NamedTuple):
+    """What does not change while the batch is the same."""
+
+    warmth: torch.Tensor  # [R, 2] temperature and log of min_p of each row, on the device
+    words: Ints  # [R, 2] of seeds
+    weighs: list[bool]  # jobs whose drafts the judge weighs: `rejection`, not greedy
+    is_simple: bool  # nothing but temperature and min_p
 
 
 class Form(NamedTuple):
@@ -60,7 +70,9 @@ class DeviceSampling(SamplingOps):
         if device.type == "cuda":
             self._arrivals = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self.waited_s = 0.0  # for the device, all in all
-        self._settings: dict[Hashable, tuple[torch.Tensor, Ints]] = {}
+        self._built = 0  # how much had been when the last verdict was due
+        self._is_first = False  # whether something was built for this one
+        self._settings: dict[Hashable, Settings] = {}
         self._forms: dict[Hashable, Form] = {}
 
     def integers(self, values: Sequence[int]) -> Array:
@@ -86,33 +98,33 @@ class DeviceSampling(SamplingOps):
             return self._drawing(jobs, steps, further)
 
     def _drawing(self, jobs: Sequence[Job], steps: int, further: Array | None) -> Drawing | None:
-        controls = self._controls_of(jobs, [1] * len(jobs))
-        if _needs_shaping(controls):
+        settings = self._settings_of(jobs, [1] * len(jobs))
+        if not settings.is_simple:
             return None
-        settings, words = self._settings_of(jobs, [1] * len(jobs))
         starts = np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)
-        streams = [Stream.DRAFT if weighed else Stream.TARGET for weighed in controls.weighed]
+        streams = [Stream.DRAFT if weighed else Stream.TARGET for weighed in settings.weighs]
         asked = np.empty((steps, len(jobs), 3), dtype=np.int32)
-        asked[:, :, :2] = words
+        asked[:, :, :2] = settings.words
         asked[:, :, 2] = 4 * (starts + np.arange(steps, dtype=np.int32)[:, None]) + np.asarray(streams, dtype=np.int32)
         certain = None
-        if not all(controls.weighed):  # rows of drafts that are not weighed are one-hot
-            certain = sent(controls.weighed, np.float32, self.device)
+        is_weighed = any(settings.weighs)
+        if is_weighed and not all(settings.weighs):  # rows of drafts that are not weighed are one-hot
+            certain = sent(settings.weighs, np.float32, self.device)
         there = sent(asked, np.int32, self.device)
         if further is not None:
             there[:, :, 2] += 4 * further
-        return Drawing(there, settings, any(controls.weighed), certain, self.device)
+        return Drawing(there, settings.warmth, is_weighed, certain, self.device)
 
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         if not jobs or scores.counts != [count + 1 for count in drafts.counts]:  # no row behind the last draft
             return super().judge(jobs, drafts, scores)
-        controls = self._controls_of(jobs, scores.counts)
         with on(self.device):
-            verdicts = None
-            if not _needs_shaping(controls):
+            verdicts, settings = None, self._settings_of(jobs, scores.counts)
+            if settings.is_simple:
                 verdicts = self._judged(jobs, drafts, torch.as_tensor(scores.logits), {})
             if verdicts is None:  # or a row cannot be used: the reference says why
-                self.follows = self.follows and _needs_shaping(controls)  # else this is a second look
+                self.follows = self.follows and not settings.is_simple  # else this is a second look
+                controls = self._controls_of(jobs, scores.counts)
                 shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
                 verdicts = self._judged(jobs, drafts, shaped.logits, shaped.faults, is_shaped=True)
             assert verdicts is not None, "shaped rows can always be used"
@@ -133,20 +145,19 @@ class DeviceSampling(SamplingOps):
             logits = logits.contiguous()
         form = self._form(drafts)
         counts = [count + 1 for count in drafts.counts]
-        settings, words = self._settings_of(jobs, counts, is_shaped=is_shaped)
+        settings = self._settings_of(jobs, counts, is_shaped=is_shaped)
         rows = form.rows.copy()
-        rows[:, :2] = words
+        rows[:, :2] = settings.words
         rows[:, 2] = 4 * (np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[form.owner] + form.depth)
         asked = sent(rows, np.int32, self.device)
         if not any(drafts.counts):
-            chosen = choose(logits, asked, settings).tokens
+            chosen = choose(logits, asked, settings.warmth).tokens
             following = self._told(chosen, None if self.foresee is None else partial(self.foresee, chosen))
             ends, bad = form.jobs[:, 0], following < 0
             self.known = chosen, following
         else:
-            is_rejecting = np.asarray([job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs])
             about = form.jobs.copy()
-            about[:, 1] = is_rejecting
+            about[:, 1] = settings.weighs
             there = sent(about, np.int32, self.device)
             tokens = torch.as_tensor(drafts.tokens)
             out, _ = rule(
@@ -155,8 +166,8 @@ class DeviceSampling(SamplingOps):
                 drafts.probs,
                 asked,
                 there,
-                settings,
-                rejects=bool(is_rejecting.any()),
+                settings.warmth,
+                rejects=any(settings.weighs),
                 branches=bool(drafts.parents),
             )
             numbers, follow = out.flatten(), drafts.follow
@@ -171,10 +182,12 @@ class DeviceSampling(SamplingOps):
         if bad.any() and not is_shaped:
             return None
         verdicts = _verdicts(form, drafts, ends, following, faults)
+        verdicts.is_first = self._is_first
         if drafts.watch is not None:
             verdicts.seconds = drafts.watch.seconds()
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
+        verdicts.is_late = self.foresee is not None and not self.follows and not any(drafts.counts)
         return verdicts
 
     def _form(self, drafts: Drafts) -> Form:
@@ -194,6 +207,8 @@ class DeviceSampling(SamplingOps):
         if self._arrivals:
             self._arrivals.reverse()
             self._arrivals[1].record()
+        self._built, before = novelty.count(), self._built
+        self._is_first = self._built != before
         if meanwhile is not None:
             try:
                 meanwhile()
@@ -205,13 +220,10 @@ class DeviceSampling(SamplingOps):
             self.waited_s += time.perf_counter() - started
         return arrived.numpy().astype(np.int64)
 
-    def _settings_of(
-        self, jobs: Sequence[Job], counts: Sequence[int], *, is_shaped: bool = False
-    ) -> tuple[torch.Tensor, Ints]:
-        """What does not change while the batch is the same, for each row: temperature and min_p on the device, words of
-        seeds on the host. Rows that were shaped have both behind them."""
+    def _settings_of(self, jobs: Sequence[Job], counts: Sequence[int], *, is_shaped: bool = False) -> Settings:
+        """For so many rows of each job. Rows that were shaped have temperature and min_p behind them."""
 
-        def build() -> tuple[torch.Tensor, Ints]:
+        def build() -> Settings:
             values = []
             for job in jobs:
                 temperature, min_p = job.params.temperature, job.params.min_p
@@ -221,7 +233,8 @@ class DeviceSampling(SamplingOps):
                 values.append((0.0 if temperature == 0.0 else warm, floor))
             settings = np.repeat(np.asarray(values, dtype=np.float32), counts, axis=0)
             words = np.repeat(np.asarray([job.words for job in jobs], dtype=np.int32), counts, axis=0)
-            return sent(settings, np.float32, self.device), words
+            weighs = [job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs]
+            return Settings(sent(settings, np.float32, self.device), words, weighs, all(map(is_simple, jobs)))
 
         return remember(self._settings, (tuple([job.id for job in jobs]), tuple(counts), is_shaped), build)
 
@@ -288,10 +301,6 @@ class Drawing:
             at = sent(chosen, np.int64, self._device)
             tokens, probs = tokens[at], None if probs is None else probs[at]
         return tokens, probs
-
-
-def _needs_shaping(controls: Controls) -> bool:
-    return controls.changes_logits or controls.ranked is not None or controls.typical is not None
 
 
 def _build_form(counts: Sequence[int], parents: dict[int, list[int]]) -> Form:
