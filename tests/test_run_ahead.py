@@ -172,9 +172,9 @@ def test_what_does_not_pay_is_switched_off() -> None:
     for _ in range(400):
         on += payoff.is_on
         payoff.add(4, 4 / rates[payoff.is_on])
-    assert on < 60
+    assert 0 < on < 40
     rates[True], on = 150.0, 0  # it pays by now, and a try finds out
-    for _ in range(400):
+    for _ in range(800):
         on += payoff.is_on
         payoff.add(4, 4 / rates[payoff.is_on])
     assert on > 200

@@ -30,7 +30,7 @@ class PassTimes:
     num_fed: int
     steady: bool
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
-    is_first: bool = False  # something was built that later rounds will find: nothing to learn costs from
+    is_odd: bool = False  # something was built, or an unusual order tried: nothing to learn costs from
     is_late: bool = False  # a plain pass that took longer than it does among others
 
 

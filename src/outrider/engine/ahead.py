@@ -75,32 +75,46 @@ class Overlap:
 
 
 class Payoff:
-    """Whether running ahead pays: both orders are timed in turn, the better one for longer."""
+    """Whether running ahead pays: the order that did better is used, and the other one tried now and then."""
 
-    TRY, STAY = 8, 120  # rounds
+    TRY, STAY, LONGEST = 8, 120, 960  # rounds: of a try, until the first next one, between two at most
 
     def __init__(self, *, always: bool = False) -> None:
-        self.is_on = True
+        self.is_on = always
         self._always = always
+        self._is_better = always  # to run ahead, as far as is known
         self._rates: dict[bool, float] = {}  # tokens per second of each order
-        self._left = self.TRY
+        self._left, self._stay = self.TRY, self.STAY // 2
+        self._is_new = True  # the order: its first round still has the other one's draft, or none
         self._tokens = self._seconds = 0.0
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether this order is not the usual one."""
+        return self.is_on != self._is_better
+
     def add(self, tokens: int, seconds: float) -> None:
-        """A round with drafts."""
+        """A round with drafts, from beginning to end."""
         if self._always:
             return
-        self._left -= 1
-        if self._left < self.TRY - 1:  # the first one after a change still has the other order's draft, or none
+        if not self._is_new:
             self._tokens += tokens
             self._seconds += seconds
-        if self._left <= 0:
-            self._rates[self.is_on] = self._tokens / max(self._seconds, 1e-9)
-            self._tokens = self._seconds = 0.0
-            better = self._rates[True] > self._rates.get(False, 0.0)
-            # the other is tried whenever the better one had its time
-            self.is_on = not self.is_on if self.is_on == better else better
-            self._left = self.STAY if self.is_on == better and len(self._rates) == 2 else self.TRY
+        self._is_new = False
+        self._left -= 1
+        if self._left > 0:
+            return
+        self._rates[self.is_on] = self._tokens / max(self._seconds, 1e-9)
+        self._tokens = self._seconds = 0.0
+        if not self.is_trying:
+            self.is_on, self._left = not self.is_on, self.TRY
+        else:
+            if self._rates[self.is_on] > self._rates[not self.is_on]:
+                self._is_better, self._stay = self.is_on, self.STAY
+            else:
+                self._stay = min(2 * self._stay, self.LONGEST)
+            self.is_on, self._left = self._is_better, self._stay
+        self._is_new = True
 
 
 class Landing(NamedTuple):

@@ -97,10 +97,11 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""
+        now = self.clock.now
+        begun = now()
         events = self.reap()
         self._admit()
         plan = self._plan()
-        now = self.clock.now
         try:
             self.room.fit(plan)
             if not plan.jobs:
@@ -121,10 +122,14 @@ class Loop:
             num_fed = sum(scores.fed)
             steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
             times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
-            times.is_first, times.is_late = verdicts.is_first, verdicts.is_late
+            times.is_odd = verdicts.is_first or (self.ahead is not None and self.ahead.payoff.is_trying)
+            times.is_late = verdicts.is_late
             if verdicts.seconds is not None:
                 self._take_times(times, drafts, *verdicts.seconds)
-            return events + self._commit(plan, drafts, scores, verdicts, times)
+            told = self._commit(plan, drafts, scores, verdicts, times)
+            if self.ahead is not None and times.steady and any(drafts.counts) and not verdicts.is_first:
+                self.ahead.payoff.add(sum([len(event.tokens) for event in told]), now() - begun)
+            return events + told
         except BaseException as error:
             if self.ahead is not None:
                 self.ahead.abandon()
@@ -387,10 +392,8 @@ class Loop:
         for outcome, jobs in outcomes.items():
             self.statistics.add_round(outcome, times=jobs)
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
-        if not times.is_first:
+        if not times.is_odd:
             self.statistics.costs.add(times.num_fed, times.score_s)
-        if self.ahead is not None and times.steady and any(drafts.counts) and not times.is_first:
-            self.ahead.payoff.add(num_emitted, times.draft_s + times.score_s + times.judge_s)
         self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)

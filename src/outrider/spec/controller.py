@@ -187,8 +187,9 @@ class AdaptiveController:
         looks = [[name in self._lookups.names for name in job.drafters] for job in jobs]
         if not all(self._lookups.rests(job) for job, looking in zip(jobs, looks, strict=True) if any(looking)):
             return False
-        stands = self._left > 0 and not any(ask.width for asks in self._asks for ask in asks)
-        return stands or all(map(all, looks))
+        is_settled = self._left > 0 or (self._hold >= 2.0 and not self._known.budget.is_due)
+        rest = is_settled and not any(ask.width for asks in self._asks for ask in asks)
+        return rest or all(map(all, looks))
 
     def stands(self) -> bool:
         return self._left > 0 or self._hold >= LONGEST_HOLD

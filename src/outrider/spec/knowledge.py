@@ -87,14 +87,14 @@ class Knowledge:
         drafters of which others learn."""
         pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
         self.num_rounds += 1
-        if not times.is_first:
+        if not times.is_odd:
             self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
         if any(plan.asks):
             reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed, lookups)
-            if (drafts.parents or self.tree_round) and not times.is_first:
+            if (drafts.parents or self.tree_round) and not times.is_odd:
                 self._compare(drafts, times, outcomes)
-        if num_jobs and not times.is_first:
+        if num_jobs and not times.is_odd:
             passes, seconds = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs, pass_s + times.draft_s
             invested_s = reading_s if pays else None
             if times.steady:
@@ -175,7 +175,7 @@ class Knowledge:
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
-        return 0.0 if times.is_first else self._learn_costs(times, work)
+        return 0.0 if times.is_odd else self._learn_costs(times, work)
 
     def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
         reading_s = 0.0

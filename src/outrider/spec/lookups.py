@@ -228,7 +228,7 @@ class Lookups:
         return worthwhile(shares, self._rows, self._pass_s, self._speed * self._plain_rate)
 
     def learn(self, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        is_steady = times.steady and not times.is_first
+        is_steady = times.steady and not times.is_odd
         if is_steady and len(outcomes) == times.num_fed == 1:
             seconds = times.draft_s + times.score_s + times.judge_s
             mean = self._round_s.setdefault(self._is_asked, seconds)
