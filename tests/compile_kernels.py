@@ -81,7 +81,6 @@ def attention(capability: int) -> None:
                 "DIM_BLOCK": 128,
                 "PAIRS": pairs,
                 "KEYS": keys,
-                "PROGRAMS": 32,
                 "TREE": tree,
                 "WINDOWED": tree == "",
                 "SKIP": int(tree == ""),
@@ -104,7 +103,7 @@ def others(capability: int) -> None:
     norm = {"WEIGHTED": True, "BLOCK": 4096, **overlap}
     check("norm", capability, compiled(products._norm, "bf16", capability, norm, few))
     check("gate", capability, compiled(products._gate, "bf16", capability, {"BLOCK": 1024}, few))
-    moved = {"PER": 2, "STEP": 128, "BLOCK": 128}
+    moved = {"PER": 2, "STEP": 128, "BLOCK": 512}
     check("advance", capability, compiled(attending._advance, "i32", capability, moved, few))
     check("peaks", capability, compiled(choosing._peaks, "fp32", capability, {"BLOCK": 4096}, few))
     long = {"BLOCK": 4096, "BLOCKS": 32}

@@ -32,6 +32,7 @@ class PassTimes:
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
     is_odd: bool = False  # something was built, or an unusual order tried: nothing to learn costs from
     is_late: bool = False  # a plain pass that took longer than it does among others
+    begun: float | None = None  # when the round began, where that matters
 
 
 class Outcome(NamedTuple):

@@ -82,6 +82,7 @@ class Loop:
         self._arrivals: deque[Job] = deque()
         self._num_deadlines = 0
         self._pass_s = 0.0  # the least that another step takes
+        self._counted = self._tail_s = 0.0  # when the last round's times were taken, and how long it went on after that
 
     def add(self, job: Job) -> None:
         """From any thread, also while a step is under way: the job joins the line before the next."""
@@ -125,10 +126,13 @@ class Loop:
             times.is_odd = verdicts.is_first or (self.ahead is not None and self.ahead.payoff.is_trying)
             times.is_late = verdicts.is_late
             if verdicts.seconds is not None:
-                self._take_times(times, drafts, *verdicts.seconds)
+                times.draft_s, times.score_s, times.judge_s = *verdicts.seconds, 0.0
+            if self.target.ops.queues:
+                times.begun = begun - self._tail_s
             told = self._commit(plan, drafts, scores, verdicts, times)
             if self.ahead is not None and times.steady and any(drafts.counts) and not verdicts.is_first:
                 self.ahead.payoff.add(sum([len(event.tokens) for event in told]), now() - begun)
+            self._tail_s = now() - self._counted
             return events + told
         except BaseException as error:
             if self.ahead is not None:
@@ -138,11 +142,17 @@ class Loop:
                 raise
             return events
 
-    def _take_times(self, times: PassTimes, drafts: Drafts, draft_s: float, pass_s: float) -> None:
-        """The device's own: the host only queued what it drafted, and waited for everything when it judged."""
-        for name in {maker for maker in drafts.makers if maker}:
-            self.router.seconds[name] = self.router.seconds.get(name, 0.0) + max(0.0, draft_s - times.draft_s)
-        times.draft_s, times.score_s, times.judge_s = draft_s, pass_s, 0.0
+    def _charge(self, times: PassTimes, drafts: Drafts, begun: float) -> None:
+        """Where plain passes are queued, the host's work costs nothing there: what it costs in a round with drafts,
+        drafting costs."""
+        rest = max(0.0, self._counted - begun - times.score_s - times.judge_s)
+        makers = {maker for maker in drafts.makers if maker}
+        if makers:
+            times.draft_s = rest
+        elif times.is_late:
+            times.judge_s += rest
+        for name in makers:
+            self.router.seconds[name] = rest / len(makers)
 
     def reap(self) -> list[Event]:
         """End what was cancelled or is late."""
@@ -376,6 +386,9 @@ class Loop:
 
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
+        self._counted = self.clock.now()
+        if times.begun is not None:
+            self._charge(times, drafts, times.begun)
         pass_s = times.score_s + times.judge_s
         self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
         batch, num_emitted = len(plan.deciding), 0
@@ -394,7 +407,7 @@ class Loop:
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         if not times.is_odd:
             self.statistics.costs.add(times.num_fed, times.score_s)
-        self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
+        self.metrics.step(self._counted, batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
             self.statistics.add_fallback(reason)

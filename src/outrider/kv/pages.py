@@ -128,9 +128,13 @@ class Pages:
         held, wanted = len(lease.pages), self._count(length)
         first, pages, holders, hashed = lease.lengths[0] // self.page_size, lease.pages, self._holders, self._hash_of
         # as `is_own` says; asked several times a round for every sequence
+        if wanted <= held:
+            for page in pages[first:wanted]:
+                if holders[page] != 1 or page in hashed:
+                    break
+            else:
+                return True
         shared = [at for at in range(first, min(held, wanted)) if holders[pages[at]] != 1 or pages[at] in hashed]
-        if wanted <= held and not shared:
-            return True
         if max(0, wanted - held) + len(shared) > self._available() + lease.promised:
             return False
         for index in shared:

@@ -65,6 +65,11 @@ class SamplingOps:
         self._trees: dict[Hashable, TreeLayout] = {}
         self._controls: dict[Hashable, Controls] = {}
 
+    @property
+    def queues(self) -> bool:
+        """Whether passes of plain rounds run before anybody asks for them."""
+        return False
+
     def integers(self, values: Sequence[int]) -> Array:
         return self.xp.asarray(values, dtype=self.xp.int64, device=self.device)
 

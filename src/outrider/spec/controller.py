@@ -192,7 +192,7 @@ class AdaptiveController:
         return rest or all(map(all, looks))
 
     def stands(self) -> bool:
-        return self._left > 0 or self._hold >= LONGEST_HOLD
+        return self._left > 0 or self._pays
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:

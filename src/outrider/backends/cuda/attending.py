@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.cuda.launching import INTERPRETED, fitted, launch
-from outrider.backends.cuda.layout import SPLIT_STEP, Layout, most_splits
+from outrider.backends.cuda.layout import SPLIT_STEP, WORK_ROWS, Layout, most_splits
 
 LEAST_PAIRS = 16  # (row, head) pairs of a group: the tensor cores take no fewer
 LOOKING = {16: (128, 4, 2), 64: (64, 4, 2)}  # by pairs: keys of a step, warps, stages
@@ -100,13 +100,12 @@ def _attend(
     DIM_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,  # (row, head) pairs of a group
     KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SKIP: tl.constexpr,  # keys at the beginning that nobody sees
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of one sequence, the query heads of one key head, every PROGRAMS-th split: a softmax over each."""
+    """Some rows of one sequence, the query heads of one key head, every so many-th split: a softmax over each."""
     group, kv_head = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = HEADS // KV_HEADS
     count, first = tl.load(counts + group), tl.load(firsts + group)
@@ -129,7 +128,7 @@ def _attend(
         gdc_launch_dependents()
     q_at = qkv + row.to(tl.int64)[:, None] * width + head[:, None] * DIM + d[None, :]
     queries = tl.load(q_at, mask=is_pair[:, None] & is_dim[None, :], other=0.0)
-    for split in range(tl.program_id(2), num_here, PROGRAMS):
+    for split in range(tl.program_id(2), num_here, tl.num_programs(2)):
         peak = tl.full([PAIRS], -float("inf"), dtype=tl.float32)
         weight = tl.zeros([PAIRS], dtype=tl.float32)
         total = tl.zeros([PAIRS, DIM_BLOCK], dtype=tl.float32)
@@ -214,7 +213,8 @@ def _combine(
     tl.store(out + (row * HEADS + head) * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+# compiled once for all batches, not for each kind of number and each alignment
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fed", "by"])
 def _advance(
     fed,
     by,
@@ -318,7 +318,6 @@ def attend(
         DIM_BLOCK=block,
         PAIRS=pairs,
         KEYS=keys,
-        PROGRAMS=shared,
         TREE=shape.tree,
         WINDOWED=window is not None,
         SKIP=skip,
@@ -349,7 +348,7 @@ def advance(layout: Layout, fed: torch.Tensor, by: torch.Tensor, *, page_size: i
         *(fed, by, *(layout[name] for name in names), layout.table, len(fed), page_size, max_splits),
         PER=len(fed) // len(by),
         STEP=SPLIT_STEP,
-        BLOCK=triton.next_power_of_2(len(fed)),
+        BLOCK=next(size for size in WORK_ROWS if size >= len(fed)),
         overlap=None,
     )
 

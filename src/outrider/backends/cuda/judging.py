@@ -32,7 +32,7 @@ def _mass_of(masses, row, blocks, BLOCKS: tl.constexpr):
     return tl.sum(tl.load(masses + row * blocks + part, mask=part < blocks, other=0.0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _walk(
     logits,
     peaks,
@@ -126,7 +126,7 @@ def _walk(
     tl.store(weights + job, weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_jobs"])
 def _rest(
     logits,
     peaks,
@@ -180,7 +180,7 @@ def _rest(
     tl.store(ids + at, block * BLOCK + tl.argmax(every, axis=0, tie_break_left=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_jobs"])
 def _last(scores, ids, out, blocks, num_jobs, BLOCKS: tl.constexpr):
     """Who won it. Where nothing is left, which only rounding can bring about, everybody was in the race."""
     job = tl.program_id(0)

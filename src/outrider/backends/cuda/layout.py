@@ -26,6 +26,7 @@ SPLIT_STEP = 128  # sizes of splits are whole numbers of these
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows that passes are filled up to
 WORK_ROWS = (64, GRAPH_ROWS[-1])  # rows that passes of a few, and of many, have room for together
 PAIRS, MORE_PAIRS = 16, 64  # (row, head) pairs of a group: for single rows, and for spans of several
+ALIGNED = 4  # integers: fields begin at multiples of 16 bytes, or kernels would be compiled anew for each case
 MASK_BITS = 64  # nodes of a tree that masks can tell apart
 NOWHERE = -1  # where what fills a pass up stands
 CHAIN = 1 << 30  # the root of what does not branch: no key comes after it
@@ -209,7 +210,7 @@ def fill(rows: Rows, shape: Shape, scratch: int, numbers: Ints) -> int:
         values = rows.fields.get(name, ())
         numbers[at : at + len(values)] = values
         numbers[at + len(values) : at + room] = {"places": scratch, "groups": NOWHERE}.get(name, 0)
-        at += room
+        at += _aligned(room)
     numbers[at : at + len(rows.table)] = rows.table
     return at + len(rows.table)
 
@@ -219,13 +220,17 @@ def view(numbers: torch.Tensor, shape: Shape, num_splits: int) -> Layout:
     fields, at = {}, 0
     for name, room in _fields(shape):
         fields[name] = numbers[at : at + room]
-        at += room
+        at += _aligned(room)
     return Layout(shape, num_splits, fields, numbers[at:])
 
 
 def size_of(shape: Shape) -> int:
     """Integers of a pass before its table."""
-    return sum(room for _, room in _fields(shape))
+    return sum(_aligned(room) for _, room in _fields(shape))
+
+
+def _aligned(room: int) -> int:
+    return -(-room // ALIGNED) * ALIGNED
 
 
 def _fields(shape: Shape) -> list[tuple[str, int]]:

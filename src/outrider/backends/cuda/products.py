@@ -25,7 +25,7 @@ TILES = {  # outputs and inputs of a step, warps, stages
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled three times
 def _product(
     x,
     w,

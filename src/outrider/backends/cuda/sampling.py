@@ -75,6 +75,10 @@ class DeviceSampling(SamplingOps):
         self._settings: dict[Hashable, Settings] = {}
         self._forms: dict[Hashable, Form] = {}
 
+    @property
+    def queues(self) -> bool:
+        return self.foresee is not None
+
     def integers(self, values: Sequence[int]) -> Array:
         if len(values) == 0:
             return self._nothing  # most rounds ask for nothing: no copy
@@ -187,7 +191,7 @@ class DeviceSampling(SamplingOps):
             verdicts.seconds = drafts.watch.seconds()
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
-        verdicts.is_late = self.foresee is not None and not self.follows and not any(drafts.counts)
+        verdicts.is_late = self.queues and not self.follows and not any(drafts.counts)
         return verdicts
 
     def _form(self, drafts: Drafts) -> Form:
