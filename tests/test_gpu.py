@@ -17,7 +17,7 @@ from outrider.backends.base import Spans
 from outrider.backends.cuda import twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import CHAIN, MIN_SPLIT, Shape, arrange, fill, size_of, split_sizes, view
-from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.backends.cuda.sampling import DeviceSampling, Verdict
 from outrider.backends.transformer import TransformerBackend
 from outrider.cli.main import app
 from outrider.draft.layerskip import LayerSkipDrafter
@@ -233,7 +233,7 @@ def test_the_next_pass_is_queued_before_the_host_looks(
     engine, foreseen = gpu_engine(model, counting), []
     target: Any = engine.loop.target
     run = target.foresee
-    target.ops.foresee = lambda chosen: (run(chosen), foreseen.append(target._queued is not None))
+    target.ops.foresee = lambda verdict: (run(verdict), foreseen.append(target._queued is not None))
     plain = Engine(TransformerBackend(model, Pages(64, PAGE)), [])
     prompts = [[1, 2, 3, 4], [7, 8, 9] * 5]
     wanted = [plain.generate(prompt, max_tokens=40, **settings).token_ids for prompt in prompts]
@@ -325,10 +325,10 @@ def test_a_pass_that_was_expected_is_forgotten_when_another_comes(
         at = backend.length(slot)
         backend.score(Spans([slot], [at], [1], [1], np.array([5]), goes_on=[0] if goes_on else []))
 
-    chosen = torch.tensor([3], dtype=torch.int32)
+    chosen = Verdict(torch.tensor([3], dtype=torch.int32))
     decode(goes_on=True)
     backend.foresee(chosen)
-    assert backend._queued is not None and backend._queued.chosen is chosen, "it goes on"
+    assert backend._queued is not None and backend._queued.verdict is chosen, "it goes on"
     decode(goes_on=False)
     backend.foresee(chosen)
     assert backend._queued is None, "it does not"

@@ -186,6 +186,16 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
         type(backend), "roll", lambda self, spans, steps, drawing: rolled.append(steps) or roll(spans, steps, drawing)
     )
     taken: list[bool] = []
+    scored: list[int] = []  # of spans that were drafted for: how many had run before anybody asked
+    target: Any = engine.loop.target
+    take = target._take_queued
+
+    def count(spans: Any, hidden: Any) -> Any:
+        done = take(spans, hidden)
+        scored.extend(len(done) for _ in range(spans.later is not None))
+        return done
+
+    monkeypatch.setattr(target, "_take_queued", count)
     if method == "model":
         good = drafter._still_good
         monkeypatch.setattr(drafter, "_still_good", lambda *args: (taken.append(bool(found := good(*args))), found)[1])
@@ -206,6 +216,7 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
     assert engine.statistics.accepted > 20, "some drafts were kept"
     if method == "model" and rolled:
         assert taken.count(True) > 15 and taken.count(False) < 4, "most were drafted before the host had looked"
+        assert sum(map(bool, scored)) > 15 and scored.count(0) < 6, "and fed to the target, too"
     assert ("top_p" in settings) == (not rolled), "where a row must be looked at as a whole, the reference draws"
 
 

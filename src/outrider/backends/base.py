@@ -63,9 +63,10 @@ class Spans:
         parents -1  0  0        -1  0  0  1  3
 
     `goes_on` is a hint: spans (by index) of single tokens after which most likely the token chosen from their row is
-    fed, and nothing else.
+    fed, and nothing else; or, where there are drafts, spans after which most likely as many drafts come again.
     `later` are tokens that only the device knows (`Drafts.is_deferred`): their places among `tokens`, which hold zeros
-    there, and their values. Only a model whose sampling defers drafts is given any.
+    there, and their values; `source`: where those were taken from (`Drafts.source`). Only a model whose sampling defers
+    drafts is given any.
     """
 
     slots: list[Slot]
@@ -76,6 +77,7 @@ class Spans:
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
     goes_on: Sequence[int] = ()
     later: tuple[Sequence[int], Array] | None = None
+    source: Array | None = None
 
 
 class Backend(Protocol):

@@ -147,7 +147,7 @@ class ModelDrafter:
         if len(steps) == len(jobs) and is_small:
             drafts.follow = partial(self._follow, list(jobs), drafts)
 
-    def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> None:
+    def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> Array | None:
         """The verdict is known to the device: it drafts what will most likely be wanted next."""
         steps, seats = max(drafts.counts), [self.seats[job.id] for job in jobs]
         chains = Chains(
@@ -161,8 +161,10 @@ class ModelDrafter:
         )
         drawing = self.backend.ops.drawing(jobs, steps, accepted + 1)
         rolled = None if drawing is None else cast(Rolling, self.backend).roll_on(chains, steps, drawing)
-        if drawing is not None and rolled is not None:
-            self._queue = Queue({job.id: len(job.tokens) for job in jobs}, drawing, rolled)
+        if drawing is None or rolled is None:
+            return None
+        self._queue = Queue({job.id: len(job.tokens) for job in jobs}, drawing, rolled)
+        return drawing.drawn
 
     def _still_good(self, queue: Queue, jobs: Sequence[Job], rooms: Sequence[int]) -> list[int]:
         """For whom what was drafted before the host had looked is what is wanted now."""

@@ -34,3 +34,4 @@ def fill(
     drafts.counts = list(rooms)
     drafts.tokens, drafts.probs = drawing.result(counts)
     drafts.steps, drafts.drawn_from, drafts.watch = steps, backend.info.vocab_size, drawing.watch
+    drafts.source = drawing.drawn

@@ -85,6 +85,10 @@ class SpoiledDrawing:
     def watch(self) -> Watch | None:
         return self._inner.watch
 
+    @property
+    def drawn(self) -> Array:
+        return self._said
+
     def step(self, logits: Array) -> Array:
         self._inner.step(logits)
         self._step += 1

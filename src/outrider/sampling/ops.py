@@ -40,6 +40,10 @@ class Drawing(Protocol):
     @property
     def watch(self) -> Watch | None: ...
 
+    @property
+    def drawn(self) -> Array:
+        """What was drawn so far, and room for the rest. [B, steps]"""
+
     def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
         """The first counts[b] tokens of job b, job after job, and the rows they were drawn from. [N], [N, V]
 

@@ -191,8 +191,8 @@ class AdaptiveController:
         rest = is_settled and not any(ask.width for asks in self._asks for ask in asks)
         return rest or all(map(all, looks))
 
-    def stands(self) -> bool:
-        return self._left > 0 or self._pays
+    def stands(self, *, surely: bool = False) -> bool:
+        return self._left > 0 or (self._pays and not surely)
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:

@@ -131,7 +131,7 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
         if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1:  # the end of the prompt is in here
             rows[-1] = counts[-1]
     later = (places, drafts.tokens) if places else None
-    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents, later=later)
+    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents, later=later, source=drafts.source)
 
 
 def slot_of(job: Job) -> Slot:

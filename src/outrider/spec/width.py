@@ -43,8 +43,8 @@ class Controller(Protocol):
     def rests(self, jobs: Sequence[Job]) -> bool:
         """Whether none of the jobs whose width is free will get drafts in the next round, either."""
 
-    def stands(self) -> bool:
-        """Whether the next round will most likely be asked for the same."""
+    def stands(self, *, surely: bool = False) -> bool:
+        """Whether the next round will most likely be asked for the same, or surely, if nobody comes or leaves."""
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """What a round cost and brought."""
@@ -64,10 +64,13 @@ class WidthChooser:
         self.controller = controller
 
     def goes_on(self, plan: Plan) -> list[int]:
-        """Which deciding jobs most likely go on plainly after a round in which all are plain (`Spans.goes_on`)."""
+        """Which deciding jobs most likely go on as they do now: plainly, if all are plain, or with as many drafts."""
         jobs = plan.deciding
-        if plan.reading or any(ask.width for asks in plan.asks for ask in asks):
+        if plan.reading:
             return []
+        if any(ask.width for asks in plan.asks for ask in asks):
+            is_sure = all(job.width is not None for job in jobs) or self.controller.stands(surely=True)
+            return list(range(len(jobs))) if is_sure else []
         free = [job for job in jobs if job.drafters and job.width is None]
         if any(job.drafters and job.width for job in jobs) or (free and not self.controller.rests(free)):
             return []

@@ -14,9 +14,8 @@ from outrider.backends.base import Spans
 from outrider.backends.cuda.eagle import HeadRoller
 from outrider.backends.cuda.layout import GRAPH_ROWS
 from outrider.backends.cuda.passes import STRICT_ROWS, Scored, Staged, whole
-from outrider.backends.cuda.program import Program
 from outrider.backends.cuda.rolling import RollingPasses
-from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.backends.cuda.sampling import DeviceSampling, Verdict
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.paged import SequencesAhead
 from outrider.backends.torch_common import on
@@ -26,31 +25,38 @@ from outrider.types import Scores
 
 
 class Queued(NamedTuple):
-    """A pass of single tokens that runs before anybody asked."""
+    """A pass that runs before anybody asked: of the token that follows in each slot, and of what was drawn to come
+    after it."""
 
-    staged: Staged
+    staged: Staged  # starts are those that nothing was kept for
     rows: tuple[int, ...]  # of the verdict that it was fed, one for each of its slots
-    chosen: torch.Tensor  # that verdict
+    verdict: Verdict
+
+    @property
+    def width(self) -> int:
+        """Tokens of each slot."""
+        return 1 if self.verdict.drawn is None else 1 + self.verdict.drawn.shape[1]
 
 
 class GpuBackend(RollingPasses):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then.
 
     What most likely comes next, it writes down while the device is busy; and it queues that before anybody has asked,
-    where it is told that plain decoding goes on.
+    where it is told that a request goes on as before.
     """
 
     def __init__(self, file: ModelFile, pages: Pages, **options: Any) -> None:
         super().__init__(file, pages, **options)
-        self._expected: tuple[int, ...] = ()  # rows whose tokens the staged pass is fed, if it may run unasked
-        self._queued: Queued | None = None  # then it does
-        self._done: Program | None = None  # that was queued and is asked for now
+        self._expected: tuple[int, ...] = ()  # spans of the last pass after which more may run unasked
+        self._judged: tuple[Spans, tuple[int, ...]] | None = None  # that pass, where it had drafts
+        self._queued: Queued | None = None
+        self._done: Queued | None = None  # that was queued and is asked for now
         if isinstance(self.ops, DeviceSampling):
             self.ops.foresee = self.foresee
             self.ops.may_defer = not self.strict
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
-        self._expected = ()
+        self._expected, self._judged = (), None
         return super().score(spans, hidden)
 
     def _score_and_look(self, spans: Spans, hidden: tuple[int, ...]) -> Scored:
@@ -66,9 +72,16 @@ class GpuBackend(RollingPasses):
         self._queued = None
 
     def _look_ahead(self, spans: Spans, hidden: tuple[int, ...]) -> None:
-        """After single tokens mostly the next ones follow: their pass is written down while the device is busy."""
+        """After single tokens mostly the next ones follow: their pass is written down while the device is busy. Drafts
+        mostly follow drafts; when those are drawn, their pass will be written down."""
         count = len(spans.slots)
-        if spans.parents or not sum(spans.counts) == sum(spans.rows) == count:
+        if spans.parents or sum(spans.counts) != sum(spans.rows):
+            return
+        if spans.later is not None:
+            if len(spans.goes_on) == count:
+                self._judged = spans, hidden
+            return
+        if sum(spans.counts) != count:
             return
         expected = tuple(
             place for place in spans.goes_on if self.pages.make_room(spans.slots[place], spans.starts[place] + 2)
@@ -82,46 +95,91 @@ class GpuBackend(RollingPasses):
         self._staged = self._stage(Spans(slots, starts, once, once, None), whole(once), hidden)
         self._expected = expected
 
-    def foresee(self, chosen: torch.Tensor) -> None:
-        """The tokens that were just chosen, on the device: where plain decoding goes on, the pass that feeds them is
-        queued at once, and the host's work for a round costs nothing. If something else is fed after all, what this
-        wrote lies beyond its sequence's length, and is written over.
+    def foresee(self, verdict: Verdict) -> None:
+        """What the device knows by now: where requests go on as before, the pass that feeds it is queued at once, and
+        the host's work for a round costs nothing. If something else is fed after all, what this wrote lies beyond its
+        sequence's length, and is written over.
         """
+        with torch.inference_mode(), on(self.device):
+            if verdict.accepted is not None and verdict.drawn is not None:
+                self._queue_drafts(verdict, verdict.accepted, verdict.drawn)
+            else:
+                self._queue_single(verdict)
+
+    def _queue_single(self, verdict: Verdict) -> None:
         staged, expected, self._expected = self._staged, self._expected, ()
+        chosen = verdict.following
         if staged is None or not expected or expected[-1] >= len(chosen):
             return
         if staged.program.is_recorded or not self._has_graphs:
-            with torch.inference_mode(), on(self.device):
-                tokens = chosen if len(expected) == len(chosen) else chosen[self._index(expected)]
-                staged.program.run(tokens.clamp(min=0))  # -1 is a row without a token: nobody will go on there
-            self._queued, self._staged = Queued(staged, expected, chosen), None
+            tokens = chosen if len(expected) == len(chosen) else chosen[self._index(expected)]
+            staged.program.run(tokens.clamp(min=0))  # -1 is a row without a token: nobody will go on there
+            self._queued, self._staged = Queued(staged, expected, verdict), None
+
+    def _queue_drafts(self, verdict: Verdict, accepted: torch.Tensor, drawn: torch.Tensor) -> None:
+        judged, self._judged = self._judged, None
+        if judged is None or drawn.device != self.device:
+            return
+        (spans, hidden), width = judged, 1 + drawn.shape[1]
+        ends = [start + count + width for start, count in zip(spans.starts, spans.counts, strict=True)]  # if all stay
+        if len(ends) * width > GRAPH_ROWS[-1] or max(ends) > self.info.context:
+            return
+        if not all(self.pages.make_room(slot, end) for slot, end in zip(spans.slots, ends, strict=True)):
+            return
+        tokens = torch.cat([verdict.following[:, None].int(), drawn.int()], dim=1).flatten().clamp(min=0)
+        starts, widths = [start + 1 for start in spans.starts], [width] * len(ends)
+        staged = self._stage(
+            Spans(spans.slots, starts, widths, widths, None), whole(widths), hidden, ahead=max(spans.counts) - 1
+        )
+        staged.program.run(tokens, by=accepted)
+        self._record(staged.program)
+        for slot, end in zip(spans.slots, ends, strict=True):
+            self.pages.leases[slot].written = max(end, self.pages.leases[slot].written)
+        self._queued = Queued(staged, tuple(range(len(ends))), verdict)
 
     def _take_queued(self, spans: Spans, hidden: tuple[int, ...]) -> dict[int, int]:
         """Which spans of a pass were computed before anybody asked: their places there. The host knows by now what was
-        chosen, and so what was fed."""
+        decided, and so what was fed."""
         queued, self._queued = self._queued, None
         known = self.ops.known if isinstance(self.ops, DeviceSampling) else None
-        if queued is None or known is None or known[0] is not queued.chosen:
+        if queued is None:
             return {}
-        staged = queued.staged
+        staged, width, size = queued.staged, queued.width, self.pages.page_size
+        if width > 1:
+            for slot in staged.slots:
+                if slot in self.pages.leases:
+                    self.pages.leases[slot].written = 0
+        if known is None or known.key is not queued.verdict.following:
+            return {}
         if staged.hidden != hidden or staged.program.work.holder is not staged.program:
             return {}
-        fed, tokens, done = known[1].tolist(), spans.tokens.tolist(), {}
+        if width > 1 and spans.source is not queued.verdict.drawn:  # something else is to be judged
+            return {}
+        following, accepted = known.following.tolist(), known.accepted.tolist()
+        tokens, done = spans.tokens.tolist(), {}
         places, ends = {slot: place for place, slot in enumerate(staged.slots)}, accumulate(spans.counts)
         for index, (slot, end) in enumerate(zip(spans.slots, ends, strict=True)):
-            place = places.get(slot)
-            if place is None or spans.counts[index] != 1 or spans.starts[index] != staged.starts[place]:
+            place, count = places.get(slot), spans.counts[index]
+            if place is None or not 1 <= count <= width or spans.rows[index] != count or index in spans.parents:
                 continue
-            pages = staged.pages[place]
-            if tokens[end - 1] == fed[queued.rows[place]] and self.pages.leases[slot].pages[: len(pages)] == pages:
+            row = queued.rows[place]
+            start = staged.starts[place] + accepted[row]
+            if spans.starts[index] != start or tokens[end - count] != following[row]:
+                continue
+            used = -(-(start + count) // size)
+            if self.pages.leases[slot].pages[:used] == staged.pages[place][:used]:
                 done[index] = place
-        self._done = staged.program
+        self._done = queued
         return done
 
     def _score_rest(self, spans: Spans, hidden: Sequence[int], done: Mapping[int, int]) -> Scored:
         """A pass of which some spans are done: those that are not, and all of it together."""
-        program, places = self._done, self._index(tuple(done.values()))
-        assert program is not None, "something is done, so there is a program that did it"
+        queued = self._done
+        assert queued is not None, "something is done, so it was queued"
+        program, width = queued.staged.program, queued.width
+        places = self._index(
+            tuple(place * width + row for index, place in done.items() for row in range(spans.counts[index]))
+        )
         ours = program.logits[places], {layer: program.states[layer][places] for layer in hidden}
         rest = [index for index in range(len(spans.slots)) if index not in done]
         if not rest:
@@ -135,13 +193,21 @@ class GpuBackend(RollingPasses):
             [spans.rows[index] for index in rest],
             spans.tokens[np.asarray(fed)],
             {at: spans.parents[index] for at, index in enumerate(rest) if index in spans.parents},
-            later=None if spans.later is None else ([fed.index(place) for place in spans.later[0]], spans.later[1]),
+            later=self._part(spans.later, fed),
         )
         logits, states = self._score(some, hidden)
         order = [*done, *rest]
         rows = torch.cat([ours[0], logits])[self._index(_back(order, spans.rows))]
         at = self._index(_back(order, spans.counts))
         return rows, {layer: torch.cat([ours[1][layer], states[layer]])[at] for layer in hidden}
+
+    def _part(self, later: tuple[Sequence[int], Any] | None, fed: Sequence[int]) -> tuple[list[int], Any] | None:
+        """Of tokens that only the device knows, those which are still to be fed."""
+        at = {place: new for new, place in enumerate(fed)}
+        if later is None or not any(place in at for place in later[0]):
+            return None
+        stay = tuple(number for number, place in enumerate(later[0]) if place in at)
+        return [at[later[0][number]] for number in stay], later[1][self._index(stay)]
 
     def roller(self, head: EagleHead) -> HeadRoller | None:
         """Lets an EAGLE head that sits on this model guess on by itself."""

@@ -33,6 +33,23 @@ log = logging.getLogger("outrider")
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
+class Verdict(NamedTuple):
+    """What the device knows before the host: the token that follows in each job; and where there were drafts, how many
+    of them stay and what was drawn to come next. [B], [B], [B, steps]"""
+
+    following: torch.Tensor
+    accepted: torch.Tensor | None = None
+    drawn: torch.Tensor | None = None
+
+
+class Known(NamedTuple):
+    """The same on the host. `key` is the device's `following`."""
+
+    key: torch.Tensor | None
+    following: Array
+    accepted: Array
+
+
 class Settings(NamedTuple):
     """What does not change while the batch is the same."""
 
@@ -62,14 +79,15 @@ class DeviceSampling(SamplingOps):
         super().__init__(xp, device)
         self._nothing = super().integers([])
         self.may_defer = False  # whether the model can be fed tokens that only the device knows
-        self.foresee: Callable[[torch.Tensor], None] | None = None  # told what plain rows chose, before the host knows
-        self.known: tuple[torch.Tensor, Array] | None = None  # what rows chose last: there, and on the host
+        self.foresee: Callable[[Verdict], None] | None = None  # told of a verdict before the host knows it
+        self.known: Known | None = None  # the last one, since the host knows it
         self._arrived = torch.empty(1024, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.follows = False  # whether the pass to be judged was queued behind the last verdict
         self._arrivals: list[Any] = []  # of the last verdict and of this one
         if device.type == "cuda":
             self._arrivals = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self.waited_s = 0.0  # for the device, all in all
+        self._followed: torch.Tensor | None = None  # what the draft and the target went on behind, last
         self._built = 0  # how much had been when the last verdict was due
         self._is_first = False  # whether something was built for this one
         self._settings: dict[Hashable, Settings] = {}
@@ -156,9 +174,10 @@ class DeviceSampling(SamplingOps):
         asked = sent(rows, np.int32, self.device)
         if not any(drafts.counts):
             chosen = choose(logits, asked, settings.warmth).tokens
-            following = self._told(chosen, None if self.foresee is None else partial(self.foresee, chosen))
+            verdict = Verdict(chosen)
+            following = self._told(chosen, None if self.foresee is None else partial(self.foresee, verdict))
             ends, bad = form.jobs[:, 0], following < 0
-            self.known = chosen, following
+            self.known = Known(chosen, following, np.zeros_like(following))
         else:
             about = form.jobs.copy()
             about[:, 1] = settings.weighs
@@ -177,10 +196,11 @@ class DeviceSampling(SamplingOps):
             numbers, follow = out.flatten(), drafts.follow
             if drafts._proposals is None:
                 numbers = torch.cat([numbers, tokens.int()])
-            meanwhile = None if follow is None else partial(follow, out[:, 0] - there[:, 0], out[:, 1])
+            meanwhile = None if follow is None else partial(self._go_on, follow, out[:, 1], out[:, 0] - there[:, 0])
             told = self._told(numbers, meanwhile, drafts.watch)
-            verdict = told[: out.numel()].reshape(out.shape)
-            ends, following, bad = verdict[:, 0], verdict[:, 1], verdict[:, 2] > 0
+            found = told[: out.numel()].reshape(out.shape)
+            ends, following, bad = found[:, 0], found[:, 1], found[:, 2] > 0
+            self.known = Known(self._followed, following, ends - form.jobs[:, 0])
             if drafts._proposals is None:
                 _arrive(drafts, told[out.numel() :].tolist())
         if bad.any() and not is_shaped:
@@ -193,6 +213,13 @@ class DeviceSampling(SamplingOps):
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
         verdicts.is_late = self.queues and not self.follows and not any(drafts.counts)
         return verdicts
+
+    def _go_on(self, follow: Callable[..., Any], following: torch.Tensor, accepted: torch.Tensor) -> None:
+        """The draft goes on behind the verdict, and the target behind the draft."""
+        drawn = follow(accepted, following)
+        if drawn is not None and self.foresee is not None:
+            self._followed = following
+            self.foresee(Verdict(following, accepted, drawn))
 
     def _form(self, drafts: Drafts) -> Form:
         key = (tuple(drafts.counts), tuple((index, tuple(line)) for index, line in drafts.parents.items()))
@@ -273,6 +300,10 @@ class Drawing:
         self.watch = StopWatch() if device.type == "cuda" else None
         if self.watch is not None:
             self.watch.mark(0)
+
+    @property
+    def drawn(self) -> torch.Tensor:
+        return self._tokens
 
     def step(self, logits: Array) -> torch.Tensor:
         """The tokens to be fed next. [B, V] -> [B] int32"""
