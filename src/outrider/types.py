@@ -488,8 +488,8 @@ class Verdicts:
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
     `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`). A round is a
-    `first` when something was built for it that later ones will find: what it took says nothing of them. A plain pass
-    is `late` when it was not queued before somebody asked, as it is among others: they take less.
+    `first` when something was built for it that later ones will find: what it took says nothing of them. It is
+    `late` when its pass was not queued before somebody asked: among others like it it takes less.
     """
 
     accepted: Array  # [B]

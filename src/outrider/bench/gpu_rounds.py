@@ -23,15 +23,16 @@ from outrider.bench.gpu import Line, median, timed
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.models.random_file import PREFIX
-from outrider.types import SamplingParams, Slot
+from outrider.types import Request, SamplingParams, Slot
 
 SHARES = (0.6, 0.8, 0.9)
 BATCHES = (1, 8, 32, 64, 128, 256)
 MOST = 10  # widths that are looked at
 CONTEXT = 64  # tokens of a prompt
 REQUESTS = {True: (192, 3), False: (384, 6)}  # quick or not: tokens of an answer, and how many answers
-BATCHED = 128  # tokens of an answer, where many are given at once
-BEGINNING = 16  # of those that are not counted where rounds are looked at: prompts are read meanwhile
+BATCHED = 160  # tokens of an answer, where many are given at once
+BEGINNING = 16  # tokens that each has before rounds are looked at: until then prompts are read
+PREFILL = 4096  # tokens of prompts in a pass: all begin soon after one another
 TRIES = 8  # runs, until one needs nothing that has to be built
 
 
@@ -70,7 +71,6 @@ class Run(NamedTuple):
         return self.tokens / self.seconds
 
     def less(self, other: Run) -> Run:
-        """What came after the other one, which was as long as the beginning of this."""
         return Run._make(mine - theirs for mine, theirs in zip(self, other, strict=True))
 
     @property
@@ -91,6 +91,7 @@ def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead
         device=device,
         cache_tokens=max(room, 4096),
         max_batch=batch,
+        prefill_chunk=PREFILL,
         max_width=MOST,
         run_ahead=run_ahead,
     )
@@ -102,28 +103,42 @@ def drafter_of(engine: Engine) -> SyntheticDrafter:
     return drafter
 
 
-def answer(engine: Engine, batch: int, length: int, width: int | None) -> Run:
+class Answered(NamedTuple):
+    """`together`: the part in which all requests were under way, with `BEGINNING` tokens or more."""
+
+    whole: Run
+    together: Run
+
+
+def answer(engine: Engine, batch: int, length: int, width: int | None) -> Answered:
     """As many requests at once. No prompt comes twice: nothing of it is known."""
     random, size = np.random.default_rng(next(_seeds)), engine.info.vocab_size
     prompts = [random.integers(0, size, CONTEXT).tolist() for _ in range(batch)]
+    settings = {"width": width, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
     engine.reset_statistics()
-    ops: Any = engine.loop.target.ops
-    waited, started = getattr(ops, "waited_s", 0.0), time.perf_counter()
-    results = engine.generate(prompts, width=width, max_tokens=length, temperature=0.0, ignore_eos=True)
-    seconds = time.perf_counter() - started
-    for prompt, result in zip(prompts, results, strict=True):
+    begun = last = first = _count(engine)
+    streams = engine.open_streams([Request.of(prompt, settings) for prompt in prompts])
+    is_beginning = True
+    while engine.num_requests:
+        engine.step()
+        if is_beginning:
+            is_beginning = any(len(stream.tokens) < BEGINNING for stream in streams)
+            first = last = _count(engine)
+        elif engine.num_requests == batch:
+            last = _count(engine)
+    done = _count(engine)
+    for prompt, stream in zip(prompts, streams, strict=True):
         wanted = [(prompt[-1] + 1 + place) % size for place in range(length)]
-        assert result.token_ids == wanted, "a model that counts was wrong"
-    seen = engine.statistics
-    return Run(
-        batch * length,
-        seconds,
-        seen.passes,
-        seen.drafted,
-        seen.accepted,
-        seen.accepted + seen.rejected,
-        getattr(ops, "waited_s", 0.0) - waited,
-    )
+        assert stream.tokens == wanted, "a model that counts was wrong"
+    return Answered(done.less(begun), last.less(first))
+
+
+def _count(engine: Engine) -> Run:
+    """All there was so far."""
+    ops: Any = engine.loop.target.ops
+    seen, waited_s = engine.statistics, getattr(ops, "waited_s", 0.0)
+    judged = seen.accepted + seen.rejected
+    return Run(seen.tokens, time.perf_counter(), seen.passes, seen.drafted, seen.accepted, judged, waited_s)
 
 
 def warm_up(engine: Engine, batch: int, length: int, width: int | None) -> None:
@@ -186,7 +201,7 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
     share_of = (found.steps[-1] - found.steps[0]) / (MOST - 1) / found.passes[0]
     yield Line(f"{draft}: draft step", share_of * found.passes[0] * 1e3, "ms", note=f"{share_of:.3f} of that pass")
     warm_up(engine, 1, length, 0)
-    plain = [answer(engine, 1, length, 0).rate for _ in range(repeats)]
+    plain = [answer(engine, 1, length, 0).whole.rate for _ in range(repeats)]
     yield _rates("plain", plain, "")
     ahead, may_run_ahead = (load(shape, draft, device, 1, length, run_ahead) for run_ahead in ("always", True))
     for share in SHARES:
@@ -200,7 +215,7 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
         ):
             drafter_of(one).be_right(share)
             warm_up(one, 1, length, asked)
-            runs = [answer(one, 1, length, asked) for _ in range(repeats)]
+            runs = [answer(one, 1, length, asked).whole for _ in range(repeats)]
             ratio = median([run.rate for run in runs]) / median(plain)
             in_order.append(ratio)
             drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs)
@@ -216,36 +231,36 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
 
 
 def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[int] = BATCHES) -> Iterator[Line]:
-    """Many requests at once: plain, and with the width left to the engine. Rounds are looked at when all prompts are
-    read; how much quicker whole answers are, their prompts counted in, is said beside that."""
-    repeats = 2 if quick else 4
+    """Many requests at once: plain, and with the width left to the engine. Rounds are looked at while all of them are
+    under way; whole answers, their prompts and the last ones' ends counted in, are compared beside that."""
+    repeats = 3 if quick else 5
     engine = load(shape, draft, device, max(sizes), BATCHED)
     for batch in sizes:
         found = costs(engine, batch, min(4, max(1, 512 // batch - 1)), 5)
-        warm_up(engine, batch, BEGINNING, 0)
-        beginning = answer(engine, batch, BEGINNING, 0)
+        warm_up(engine, batch, BATCHED, 0)
         plain = [answer(engine, batch, BATCHED, 0) for _ in range(repeats)]
-        rounds = [run.less(beginning) for run in plain]
-        device_s = found.passes[0]
-        late_s = max(0.0, median([run.round_s for run in rounds]) - device_s)
-        note = f"a round takes {(device_s + late_s) * 1e3:.2f} ms, the device alone {device_s * 1e3:.2f}; "
-        note += f"the host works {median([run.host_s for run in rounds]) * 1e3:.2f}, mostly meanwhile"
-        yield _rates(f"{batch} at once, plain", [run.rate for run in rounds], note)
+        yield _rounds(f"{batch} at once, plain", plain, f"the device alone needs {found.passes[0] * 1e3:.2f} ms")
         for share in SHARES[1:2] if quick else SHARES[:2]:
             drafter_of(engine).be_right(share)
             width, expected = found.best(share)
             warm_up(engine, batch, BATCHED, None)
-            beginning = answer(engine, batch, BEGINNING, None)
             runs = [answer(engine, batch, BATCHED, None) for _ in range(repeats)]
-            ratio = median([run.rate for run in runs]) / median([run.rate for run in plain])
-            rounds = [run.less(beginning) for run in runs]
-            drafted = sum(run.drafted for run in rounds) / sum(run.rounds for run in rounds) / batch
-            round_s, host_s = median([run.round_s for run in rounds]), median([run.host_s for run in rounds])
-            note = f"whole answers {ratio:.2f}x plain; {drafted:.1f} drafted for each; "
-            note += f"costs let expect {expected:.2f}x at width {width}; "
-            note += f"a round takes {round_s * 1e3:.2f} ms, the host works {host_s * 1e3:.2f} of it"
-            yield _rates(f"{batch} at once, {share:.0%} right", [run.rate for run in rounds], note)
+            ratio, whole = (
+                median([run[part].rate for run in runs]) / median([run[part].rate for run in plain]) for part in (1, 0)
+            )
+            drafted = sum(run.together.drafted for run in runs) / sum(run.together.rounds for run in runs) / batch
+            note = f"{ratio:.2f}x plain; {drafted:.1f} drafted for each; costs let expect {expected:.2f}x at width "
+            yield _rounds(
+                f"{batch} at once, {share:.0%} right", runs, f"{note}{width}; whole answers {whole:.2f}x plain"
+            )
     engine.close()
+
+
+def _rounds(name: str, runs: Sequence[Answered], note: str) -> Line:
+    together = [run.together for run in runs]
+    round_s, host_s = median([run.round_s for run in together]), median([run.host_s for run in together])
+    note += f"; a round takes {round_s * 1e3:.2f} ms, the host works {host_s * 1e3:.2f} meanwhile"
+    return _rates(name, [run.rate for run in together], note)
 
 
 def _rates(name: str, rates: Sequence[float], note: str) -> Line:

@@ -119,6 +119,7 @@ class AdaptiveController:
         self._hold = 1.0
         self._is_fresh = False  # made for the round under way
         self._pays = False  # drafts, since that is known to be better
+        self._repeats = False  # says the same as the one before
         self._num_trees = 0  # decisions for trees
         self._attempts: dict[str, int] = {}  # drafter -> rounds it was tried, knowing nothing
 
@@ -160,7 +161,8 @@ class AdaptiveController:
         if not is_same or not self._known.knows_plain:
             self._hold = 1.0
         self._decide(self._survey(rows))
-        self._hold = min(LONGEST_HOLD, 2.0 * self._hold if self._asks == before else self._hold + 0.25)
+        self._repeats = self._asks == before
+        self._hold = min(LONGEST_HOLD, 2.0 * self._hold if self._repeats else self._hold + 0.25)
         return self._asks
 
     def _take_over(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> bool:
@@ -187,12 +189,11 @@ class AdaptiveController:
         looks = [[name in self._lookups.names for name in job.drafters] for job in jobs]
         if not all(self._lookups.rests(job) for job, looking in zip(jobs, looks, strict=True) if any(looking)):
             return False
-        is_settled = self._left > 0 or (self._hold >= 2.0 and not self._known.budget.is_due)
-        rest = is_settled and not any(ask.width for asks in self._asks for ask in asks)
+        rest = (self._left > 0 or self._repeats) and not any(ask.width for asks in self._asks for ask in asks)
         return rest or all(map(all, looks))
 
     def stands(self, *, surely: bool = False) -> bool:
-        return self._left > 0 or (self._pays and not surely)
+        return self._left > 0 or (self._pays and (self._repeats or not surely))
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         if self._lookups.names:
@@ -301,7 +302,7 @@ class AdaptiveController:
         elif drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
             if len(now.jobs) == 1 or found.best.rate < LIKELY * known.passes.most_per_second:
                 self._give(groups, [], MEASURING)
-                self._left = 1
+                self._left = int(known.queues)
                 return
             known.is_surely_slower = known.knows_plain = True
         if drafts:
@@ -421,7 +422,7 @@ class AdaptiveController:
         loss = now.pass_s - now.batch.tokens / now.rate
         if loss <= 0.5 * self._allowed(now, groups):
             self._give(groups, [], MEASURING)
-            self._left = 1  # a second pass may be quicker: it can be queued behind the first
+            self._left = int(self._known.queues)  # then a second one can be queued behind the first, and is quicker
             self._known.budget.wait(loss, now.pass_s)
 
     def _probe(self, now: Situation, groups: Sequence[Group]) -> None:

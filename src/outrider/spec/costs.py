@@ -15,6 +15,7 @@ LEAST = 1e-9  # seconds: nothing takes no time
 CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
 WELL_KNOWN = 8  # samples, after which one more changes little:
+AT_MOST = 0.1  # of a sample is what can be less, so that the first real one takes its place
 SELDOM = 4  # of those so many are taken in together
 PACE = 0.04  # how quickly the common pace follows
 FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
@@ -80,13 +81,16 @@ class CostCurve:
         self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, 0.1]
         self._is_settled = False
 
-    def add(self, size: float, seconds: float) -> None:
+    def add(self, size: float, seconds: float, *, at_most: bool = False) -> None:
+        """at_most: it can take less, and usually does; that counts until something is known for certain."""
         key = int(size + 0.5) if size <= EXACT else EXACT + 1 + int(CLASSES * math.log(size / EXACT))
         point, seconds = self._points.get(key), max(seconds, LEAST)
         if point is None:
             if self._points:  # the first sample of a point is the least certain
                 seconds = min(seconds, 4.0 * self.seconds(size))
-            self._points[key] = [size, seconds / self._pace, 1.0]
+            self._points[key] = [size, seconds / self._pace, AT_MOST if at_most else 1.0]
+        elif at_most:
+            point[1] = min(point[1], seconds / self._pace)
         elif seconds < 0.5 * point[1] * self._pace:
             point[1], point[2] = seconds / self._pace, 1.0
         else:
@@ -215,7 +219,9 @@ class DraftCosts:
         known, curve = min(self._by_jobs.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
         return curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
 
-    def add(self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve) -> None:
+    def add(
+        self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve, *, at_most: bool = False
+    ) -> None:
         """A round with `depth` steps for `jobs` on average, of which `unread` tokens had to be read first."""
         if unread > 4.0 * jobs + 4.0:
             self._reading = (seconds, depth, jobs, unread)
@@ -224,7 +230,7 @@ class DraftCosts:
                 return
         else:
             curve = self._by_jobs.setdefault(_jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
-            curve.add(depth, seconds)
+            curve.add(depth, seconds, at_most=at_most)
         if self._reading is not None:
             seconds, depth, jobs, unread = self._reading
             self._reading = None

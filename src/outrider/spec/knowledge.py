@@ -50,6 +50,7 @@ class Knowledge:
         self.num_rounds = 0
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
+        self.queues = False  # passes are queued before they are asked for, where it is clear what comes
         self.is_surely_slower = False  # plain decoding of a batch, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
@@ -87,6 +88,7 @@ class Knowledge:
         drafters of which others learn."""
         pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
         self.num_rounds += 1
+        self.queues = times.begun is not None
         if not times.is_odd:
             self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
@@ -106,9 +108,7 @@ class Knowledge:
         if times.steady:
             if times.num_fed == num_jobs:
                 self.plain_round = self.num_rounds
-            if times.is_late and self.plain_samples(num_jobs) and pass_s > self.passes.seconds(num_jobs):
-                return  # it is at most that
-            self.passes.add(times.num_fed, pass_s)
+            self.passes.add(times.num_fed, pass_s, at_most=times.is_late)
         elif times.num_fed:
             self.passes.hint(times.num_fed, pass_s)
 
@@ -181,7 +181,8 @@ class Knowledge:
         reading_s = 0.0
         for name, (steps, drafted, unread, first) in work.items():
             costs = self._costs.setdefault(name, DraftCosts())
-            costs.add(times.drafters.get(name, 0.0), steps, drafted / steps, unread, self.passes)
+            seconds = times.drafters.get(name, 0.0)
+            costs.add(seconds, steps, drafted / steps, unread, self.passes, at_most=times.is_late)
             reading_s += min(times.draft_s, costs.read_s * first)
         return reading_s
 

@@ -44,7 +44,7 @@ class Controller(Protocol):
         """Whether none of the jobs whose width is free will get drafts in the next round, either."""
 
     def stands(self, *, surely: bool = False) -> bool:
-        """Whether the next round will most likely be asked for the same, or surely, if nobody comes or leaves."""
+        """Whether the next round will most likely be asked for the same; surely: almost certainly."""
 
     def learn(self, plan: Plan, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """What a round cost and brought."""

@@ -211,7 +211,7 @@ class DeviceSampling(SamplingOps):
             verdicts.seconds = drafts.watch.seconds()
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
-        verdicts.is_late = self.queues and not self.follows and not any(drafts.counts)
+        verdicts.is_late = self.queues and not self.follows
         return verdicts
 
     def _go_on(self, follow: Callable[..., Any], following: torch.Tensor, accepted: torch.Tensor) -> None:
