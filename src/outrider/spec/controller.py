@@ -33,6 +33,7 @@ CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
 LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
 LONGEST_HOLD = 16.0  # rounds a decision stands
 LONGEST_DELAY = 2  # rounds it stands when jobs come and go
+MORE_TRIES = 2  # rounds that a try goes on where rounds are queued: the first takes longer than the others
 MOST_ATTEMPTS = 3  # rounds that an unknown drafter is asked, whatever is expected of it
 WORTH_TRYING = 100  # tokens to come, for that
 CHARGE = 1.0 / 16.0  # catching up is counted in such parts of a pass
@@ -312,6 +313,8 @@ class AdaptiveController:
         else:
             self._give(groups, [], f"{LOSING}{_rounded(ratio)}x")
         rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
+        if drafts and known.queues and found.reason != BRANCHING:
+            self._left = MORE_TRIES
         if found.reason is None and (not drafts or known.passes.knows(rows / NEAR**2, rows * NEAR**2)):
             self._left = int(self._hold) - 1
             if now.is_steady and known.knows_plain and known.budget.is_due:
@@ -354,8 +357,11 @@ class AdaptiveController:
     def _bolder(self, now: Situation, found: Found) -> Found:
         """Something that was not measured and may be better, if it can be afforded."""
         passes = self._known.passes
-        bold = best_choice(found.groups, now.batch, passes.hopeful, self._known.draft_s, now.most_rows)
-        if bold is None or passes.samples(bold.rows / NEAR, bold.rows * NEAR) > min(SURE, 40.0 * passes.noise):
+        bold = best_choice(found.groups, now.batch, passes.hopeful, self._known.hopeful_draft_s, now.most_rows)
+        if bold is None:
+            return found
+        is_known = passes.samples(bold.rows / NEAR, bold.rows * NEAR) > min(SURE, 40.0 * passes.noise)
+        if is_known and self._known.is_sure_of_drafts:
             return found
         rate = max(now.rate, now.plain_rate)
         loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(found.groups, bold) - bold.tokens / rate

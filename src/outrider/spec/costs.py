@@ -66,7 +66,7 @@ class CostCurve:
 
     def samples(self, least: float, most: float) -> float:
         """How often such sizes were measured, as far as it remembers."""
-        return sum([point[2] for point in self._points.values() if least <= point[0] <= most])
+        return sum([point[2] for point in self._points.values() if least <= point[0] <= most and point[2] >= 1.0])
 
     @property
     def most_per_second(self) -> float:
@@ -121,19 +121,23 @@ class CostCurve:
         points = sorted(self._points.values())
         widest = 1.5 * points[-1][0] if points else 0.0
         points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
-        sizes = [point[0] for point in points]
-        seconds = [cost * self._pace for cost in _never_falling(points)]
+        sizes, seconds = self._line(points)
+        self._usual = Line(sizes, seconds, self._last_slope(sizes, seconds))
+        points = [point for point in points if point[2] != AT_MOST] or points
+        sizes, seconds = self._line(points)
         # A point measured seldom may have been measured too high
         low = [
             cost * (1.0 - self.noise / math.sqrt(max(1.0, point[2])))
             for cost, point in zip(seconds, points, strict=True)
         ]
-        if not points:
-            sizes, seconds, low = [1.0], [1.0], [1.0]
         slope = self._last_slope(sizes, seconds)
-        self._usual = Line(sizes, seconds, slope)
-        self._hopeful = Line(*_bent(sizes, low), HOPE * slope)
+        self._hopeful = Line(*_bent(sizes, low or seconds), HOPE * slope)
         self._is_settled = True
+
+    def _line(self, points: list[list[float]]) -> tuple[list[float], list[float]]:
+        if not points:
+            return [1.0], [1.0]
+        return [point[0] for point in points], [cost * self._pace for cost in _never_falling(points)]
 
     def _last_slope(self, sizes: list[float], seconds: list[float]) -> float:
         """Beyond the last point: from a point well before it, since neighbours differ by chance."""
@@ -199,25 +203,37 @@ def _bent(sizes: list[float], seconds: list[float]) -> tuple[list[float], list[f
 class DraftCosts:
     """Seconds of one drafter in a round: by depth, for about as many jobs, and for tokens it has not read yet."""
 
-    __slots__ = ("_by_jobs", "_num_readings", "_reading", "read_s")
+    __slots__ = ("_bounds", "_by_jobs", "_num_readings", "_reading", "read_s")
 
     def __init__(self) -> None:
         self._by_jobs: dict[int, tuple[float, CostCurve]] = {}  # class of job counts -> (jobs, seconds by depth)
+        self._bounds: dict[int, tuple[float, CostCurve]] = {}  # the same, of rounds that can take less
         self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
         self._num_readings = 0
         self.read_s = 0.0  # per token read
 
     @property
     def is_known(self) -> bool:
+        return bool(self._by_jobs or self._bounds)
+
+    @property
+    def is_sure(self) -> bool:
         return bool(self._by_jobs)
 
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
-        entry = self._by_jobs.get(_jobs_class(jobs))
+        key = _jobs_class(jobs)
+        curves = self._by_jobs or self._bounds
+        entry = curves.get(key)
         if entry is not None:
             return entry[1].seconds(depth)
-        known, curve = min(self._by_jobs.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
-        return curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
+        known, curve = min(curves.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
+        guess = curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
+        return min(guess, self._bounds[key][1].seconds(depth)) if key in self._bounds else guess
+
+    def hopeful(self, depth: float, jobs: float, passes: CostCurve) -> float:
+        """As little as it may take, where only more was seen."""
+        return (1.0 if self.is_sure else HOPE) * self.seconds(depth, jobs, passes)
 
     def add(
         self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve, *, at_most: bool = False
@@ -229,8 +245,9 @@ class DraftCosts:
                 self.read_s = seconds / unread  # at most
                 return
         else:
-            curve = self._by_jobs.setdefault(_jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
-            curve.add(depth, seconds, at_most=at_most)
+            curves = self._bounds if at_most else self._by_jobs
+            curve = curves.setdefault(_jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
+            curve.add(depth, seconds)
         if self._reading is not None:
             seconds, depth, jobs, unread = self._reading
             self._reading = None

@@ -225,6 +225,17 @@ class Knowledge:
             return self._step_s * depth
         return costs.seconds(depth, jobs, self.passes)
 
+    def hopeful_draft_s(self, name: str, depth: float, jobs: float) -> float:
+        costs = self._costs.get(name)
+        if costs is None or not costs.is_known:
+            return self._step_s * depth
+        return costs.hopeful(depth, jobs, self.passes)
+
+    @property
+    def is_sure_of_drafts(self) -> bool:
+        """Whether all that is known of drafters' costs is what they take at their best."""
+        return all(costs.is_sure for costs in self._costs.values())
+
     def read_s(self, job: Job, name: str) -> float:
         """Seconds the drafter needs to catch up with a job."""
         costs = self._costs.get(name)
