@@ -8,6 +8,7 @@ will do. What is measured is beside what the costs of passes and draft steps, me
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,8 @@ class Run(NamedTuple):
 
 
 def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead: Any = False) -> Engine:
+    gc.collect()
+    gc.freeze()  # a look at all of torch's objects takes longer than ten rounds
     room = batch * (CONTEXT + length + 64)
     return Engine.load(
         f"{PREFIX}{shape}:counting",

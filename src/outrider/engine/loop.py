@@ -148,7 +148,7 @@ class Loop:
         rest = max(0.0, self._counted - begun - times.score_s - times.judge_s)
         makers = {maker for maker in drafts.makers if maker}
         if makers:
-            times.draft_s = rest
+            times.draft_s = rest = max(rest, times.draft_s)
         elif times.is_late:
             times.judge_s += rest
         for name in makers:

@@ -413,8 +413,16 @@ class AdaptiveController:
     def _repays(self, now: Situation, found: Found) -> bool:
         """Whether the rest of the answers repays what catching up costs, and half as much again."""
         entry_s = self._entry_s(found.groups, found.best)
-        left = sum(now.room(place) for place in range(len(now.jobs))) if entry_s else 0
-        return entry_s == 0.0 or left * (1.0 / now.plain_rate - 1.0 / found.best.rate) > 1.5 * entry_s
+        if entry_s == 0.0:
+            return True
+        plain, best = now.plain_rate, found.best.rate
+        if not now.is_steady:  # beside prompts much is cheap that will not be so later
+            known, num_jobs = self._known, float(len(now.jobs))
+            batch = Batch(num_jobs, num_jobs)
+            later = best_choice(found.groups, batch, known.passes.seconds, known.draft_s, now.most_rows)
+            plain, best = plain_rate(batch, known.passes.seconds, known.draft_s), 0.0 if later is None else later.rate
+        left = sum(now.room(place) for place in range(len(now.jobs)))
+        return best > 0.0 and left * (1.0 / plain - 1.0 / best) > 1.5 * entry_s
 
     def _doubts_plain(self, ratio: float) -> bool:
         """Whether plain passes were measured too seldom, or too long ago, to be sure that they are slower."""

@@ -118,7 +118,7 @@ class GpuBackend(RollingPasses):
 
     def _queue_drafts(self, verdict: Verdict, accepted: torch.Tensor, drawn: torch.Tensor) -> None:
         judged, self._judged = self._judged, None
-        if judged is None or drawn.device != self.device:
+        if judged is None or drawn.device != self.weights.embedding.device:
             return
         (spans, hidden), width = judged, 1 + drawn.shape[1]
         ends = [start + count + width for start, count in zip(spans.starts, spans.counts, strict=True)]  # if all stay
