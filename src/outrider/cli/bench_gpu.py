@@ -44,7 +44,8 @@ def show_gpu(shape: str, model: str | None, device: str, quick: bool, as_json: b
     measured = [gpu.readings(PREFIX + shape, device, quick)]
     if model is not None:
         measured.append(gpu.texts(checked, device, quick))
-    lines = _print_lines(chain.from_iterable(measured), as_json)
+    lines: list[Line] = []
+    _print_lines(chain.from_iterable(measured), as_json, lines)
     if out is not None:
         out.write_text("\n".join(_page(shape, checked, checks, lines)) + "\n", encoding="utf-8")
     failed = sum(not check.is_good for check in checks)
@@ -66,9 +67,12 @@ def show_rounds(
     ]
     if peer:
         measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, gpu_rounds.BATCHED))
-    lines = _print_lines(chain.from_iterable(measured), as_json)
-    if out is not None:
-        out.write_text("\n".join(_rounds_page(shape, draft, lines)) + "\n", encoding="utf-8")
+    lines: list[Line] = []
+    try:
+        _print_lines(chain.from_iterable(measured), as_json, lines)
+    finally:  # what was measured is not lost when the rest fails
+        if out is not None:
+            out.write_text("\n".join(_rounds_page(shape, draft, lines)) + "\n", encoding="utf-8")
 
 
 def _require_gpu() -> None:
@@ -79,15 +83,13 @@ def _require_gpu() -> None:
         raise ConfigError("there is no GPU that torch can use; bench gpu measures one, bench kernels measures a CPU")
 
 
-def _print_lines(measured: Iterable[Line], as_json: bool) -> list[Line]:
-    lines: list[Line] = []
+def _print_lines(measured: Iterable[Line], as_json: bool, lines: list[Line]) -> None:
     for line in measured:
         lines.append(line)
         if as_json:
             typer.echo(json.dumps(asdict(line)))
         else:
             typer.echo(f"{line.name:<50}{line.value:>9.4g} {line.unit:<9}{_span(line):>16}  {line.note}")
-    return lines
 
 
 def _span(line: Line) -> str:

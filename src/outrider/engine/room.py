@@ -70,19 +70,29 @@ class Room:
         jobs, widths, order = plan.jobs, plan.widths, self._scheduler.policy.order
         if len(jobs) > 1:
             jobs = sorted(jobs, key=lambda job: (order(job), job.id))
-        for job in jobs:
+        wanted = [lengths.get(job.id, len(job.tokens)) for job in jobs]
+        drafts = [widths[places[job.id]] if job.id in places else 0 for job in jobs]
+        done = self._reserve_all(self._paged, jobs, list(map(int.__add__, wanted, drafts)))
+        for job, length, width in zip(jobs[done:], wanted[done:], drafts[done:], strict=True):
             if job.slot is None:  # it gave way to another
                 continue
-            length, place = lengths.get(job.id, len(job.tokens)), places.get(job.id)
-            if place is not None and widths[place]:
-                if self._reserve(self._paged, job, length + widths[place]):
+            if width:
+                if self._reserve(self._paged, job, length + width):
                     continue
-                plan.asks[place] = ()
+                plan.asks[places[job.id]] = ()
                 plan.fallbacks.append((job, NO_ROOM))
             while job.slot is not None and not self._reserve(self._paged, job, length):
                 self._preempt(self._paged, self._victim(self._paged, job) or job)
         if any(job.slot is None for job in jobs):
             _leave(plan)
+
+    def _reserve_all(self, paged: Paged, jobs: list[Job], lengths: list[int]) -> int:
+        """Mostly there is room for everybody. How many got it, before the first who did not."""
+        with blaming(BackendError, "the target failed to make room"):
+            for number, (job, length) in enumerate(zip(jobs, lengths, strict=True)):
+                if not paged.reserve(slot_of(job), length):
+                    return number
+        return len(jobs)
 
     def _reserve(self, paged: Paged, job: Job, length: int) -> bool:
         with blaming(BackendError, "the target failed to make room"):

@@ -313,7 +313,7 @@ class AdaptiveController:
         else:
             self._give(groups, [], f"{LOSING}{_rounded(ratio)}x")
         rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
-        if drafts and known.queues and found.reason != BRANCHING:
+        if drafts and known.queues and now.is_steady and found.reason != BRANCHING:
             self._left = MORE_TRIES
         if found.reason is None and (not drafts or known.passes.knows(rows / NEAR**2, rows * NEAR**2)):
             self._left = int(self._hold) - 1

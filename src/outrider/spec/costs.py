@@ -15,6 +15,7 @@ LEAST = 1e-9  # seconds: nothing takes no time
 CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
 WELL_KNOWN = 8  # samples, after which one more changes little:
+HINT = 0.11  # of a sample is what a pass tells that read a prompt
 AT_MOST = 0.1  # of a sample is what can be less, so that the first real one takes its place
 SELDOM = 4  # of those so many are taken in together
 PACE = 0.04  # how quickly the common pace follows
@@ -78,7 +79,7 @@ class CostCurve:
 
     def hint(self, size: float, seconds: float) -> None:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
-        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, 0.1]
+        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, HINT]
         self._is_settled = False
 
     def add(self, size: float, seconds: float, *, at_most: bool = False) -> None:
@@ -121,6 +122,7 @@ class CostCurve:
         points = sorted(self._points.values())
         widest = 1.5 * points[-1][0] if points else 0.0
         points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
+        points = points or [[1.0, 1.0 / self._pace, 1.0]]
         sizes, seconds = self._line(points)
         self._usual = Line(sizes, seconds, self._last_slope(sizes, seconds))
         points = [point for point in points if point[2] != AT_MOST] or points
@@ -130,13 +132,10 @@ class CostCurve:
             cost * (1.0 - self.noise / math.sqrt(max(1.0, point[2])))
             for cost, point in zip(seconds, points, strict=True)
         ]
-        slope = self._last_slope(sizes, seconds)
-        self._hopeful = Line(*_bent(sizes, low or seconds), HOPE * slope)
+        self._hopeful = Line(*_bent(sizes, low), HOPE * self._last_slope(sizes, seconds))
         self._is_settled = True
 
     def _line(self, points: list[list[float]]) -> tuple[list[float], list[float]]:
-        if not points:
-            return [1.0], [1.0]
         return [point[0] for point in points], [cost * self._pace for cost in _never_falling(points)]
 
     def _last_slope(self, sizes: list[float], seconds: list[float]) -> float:

@@ -4,6 +4,7 @@ allow."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from outrider.backends.base import ModelInfo
@@ -86,7 +87,8 @@ class WidthChooser:
         if any(choice.asks and job.width is None for job, choice in zip(jobs, choices, strict=True)):
             chosen = self.controller.choose(jobs, [choice.asks for choice in choices], rows)
             choices = [
-                choice._replace(asks=_within(asks, choice.asks)) for asks, choice in zip(chosen, choices, strict=True)
+                PLAIN if not asks and choice[1:] == PLAIN[1:] else choice._replace(asks=_within(asks, choice.asks))
+                for asks, choice in zip(chosen, choices, strict=True)
             ]
             for job, asks in zip(jobs, chosen, strict=True):
                 job.wanted = bool(asks)
@@ -115,13 +117,19 @@ class WidthChooser:
             else:
                 width, fallback = 1, "the target cannot rewind: one draft a round, judged before it is fed"
         try:
-            # a draft whose width is the engine's choice reads when it is wanted, not before
-            ready = [name for name in job.drafters if job.width is None or self._router.lag(job, name) <= 0]
+            ready = job.drafters
+            if job.width is not None:  # a draft whose width is the engine's choice reads when it is wanted, not before
+                ready = tuple(name for name in ready if self._router.lag(job, name) <= 0)
         except DraftError as error:
             return Choice(error=error)
         if len(ready) < len(job.drafters) and len(job.tokens) - job.cached == 1:  # else the target is reading it, too
             fallback = READING
-        return Choice(tuple(Ask(name, width, tree) for name in ready), fallback)
+        return Choice(_asks(tuple(ready), width, tree), fallback)
+
+
+@lru_cache(maxsize=256)  # there are few different ones, and every job has one in every round
+def _asks(names: tuple[str, ...], width: int, tree: bool) -> tuple[Ask, ...]:
+    return tuple(Ask(name, width, tree) for name in names)
 
 
 def _within(asks: tuple[Ask, ...], room: tuple[Ask, ...]) -> tuple[Ask, ...]:

@@ -121,16 +121,15 @@ class GpuBackend(RollingPasses):
         if judged is None or drawn.device != self.weights.embedding.device:
             return
         (spans, hidden), width = judged, 1 + drawn.shape[1]
-        ends = [start + count + width for start, count in zip(spans.starts, spans.counts, strict=True)]  # if all stay
+        most = max(spans.counts)
+        ends = [start + most + width for start in spans.starts]  # if all drafts stay
         if len(ends) * width > GRAPH_ROWS[-1] or max(ends) > self.info.context:
             return
         if not all(self.pages.make_room(slot, end) for slot, end in zip(spans.slots, ends, strict=True)):
             return
         tokens = torch.cat([verdict.following[:, None].int(), drawn.int()], dim=1).flatten().clamp(min=0)
         starts, widths = [start + 1 for start in spans.starts], [width] * len(ends)
-        staged = self._stage(
-            Spans(spans.slots, starts, widths, widths, None), whole(widths), hidden, ahead=max(spans.counts) - 1
-        )
+        staged = self._stage(Spans(spans.slots, starts, widths, widths, None), whole(widths), hidden, ahead=most - 1)
         staged.program.run(tokens, by=accepted)
         self._record(staged.program)
         for slot, end in zip(spans.slots, ends, strict=True):
