@@ -32,7 +32,7 @@ class PassTimes:
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
     is_odd: bool = False  # something was built, or an unusual order tried: nothing to learn costs from
     is_late: bool = False  # it took longer than it does among others like it
-    begun: float | None = None  # when the round began, where that matters
+    queues: bool = False  # passes are queued before they are asked for, where it is clear what comes
 
 
 class Outcome(NamedTuple):

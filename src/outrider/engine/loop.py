@@ -19,6 +19,7 @@ from outrider.config import SchedulerConfig
 from outrider.engine.ahead import RunAhead
 from outrider.engine.commit import take
 from outrider.engine.room import Room
+from outrider.engine.timing import RoundTimer
 from outrider.errors import BackendError, OutriderError
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sampling.logprobs import token_logprobs
@@ -82,7 +83,7 @@ class Loop:
         self._arrivals: deque[Job] = deque()
         self._num_deadlines = 0
         self._pass_s = 0.0  # the least that another step takes
-        self._counted = self._tail_s = 0.0  # when the last round's times were taken, and how long it went on after that
+        self.timer = RoundTimer(clock)
 
     def add(self, job: Job) -> None:
         """From any thread, also while a step is under way: the job joins the line before the next."""
@@ -98,8 +99,8 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""
-        now = self.clock.now
-        begun = now()
+        timer = self.timer
+        timer.begin()
         events = self.reap()
         self._admit()
         plan = self._plan()
@@ -107,32 +108,26 @@ class Loop:
             self.room.fit(plan)
             if not plan.jobs:
                 return events
-            started = now()
+            timer.lap()
             ready = self.ahead.take(plan) if self.ahead is not None else ()
             drafts = self.router.propose(self.target, plan, ready, self.width.controller.worth)
-            drafted = now()
+            draft_s = timer.lap()
             if self.ahead is not None:
                 self.ahead.start(plan, drafts)
             if not self.width.stands(plan):
                 drafts.follow = None  # what is asked for next may be something else
             # ONE pass: prompt chunks, pending tokens and drafts alike
             scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan))
-            scored = now()
+            score_s = timer.lap()
             verdicts = judge(self.target, plan, drafts, scores)
-            judged = now()
             num_fed = sum(scores.fed)
             steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
-            times = PassTimes(drafted - started, scored - drafted, judged - scored, drafts.steps, num_fed, steady)
-            times.is_odd = verdicts.is_first or (self.ahead is not None and self.ahead.payoff.is_trying)
-            times.is_late = verdicts.is_late
-            if verdicts.seconds is not None:
-                times.draft_s, times.score_s, times.judge_s = *verdicts.seconds, 0.0
-            if self.target.ops.queues:
-                times.begun = begun - self._tail_s
+            times = PassTimes(draft_s, score_s, timer.lap(), drafts.steps, num_fed, steady)
+            timer.take(times, verdicts, queues=self.target.ops.queues)
             told = self._commit(plan, drafts, scores, verdicts, times)
-            if self.ahead is not None and times.steady and any(drafts.counts) and not verdicts.is_first:
-                self.ahead.payoff.add(sum([len(event.tokens) for event in told]), now() - begun)
-            self._tail_s = now() - self._counted
+            seconds = timer.end()
+            if self.ahead is not None and steady and any(drafts.counts) and not verdicts.is_first:
+                self.ahead.payoff.add(sum([len(event.tokens) for event in told]), seconds)
             return events + told
         except BaseException as error:
             if self.ahead is not None:
@@ -141,18 +136,6 @@ class Loop:
             if not isinstance(error, Exception):
                 raise
             return events
-
-    def _charge(self, times: PassTimes, drafts: Drafts, begun: float) -> None:
-        """Where plain passes are queued, the host's work costs nothing there: what it costs in a round with drafts,
-        drafting costs."""
-        rest = max(0.0, self._counted - begun - times.score_s - times.judge_s)
-        makers = {maker for maker in drafts.makers if maker}
-        if makers:
-            times.draft_s = rest = max(rest, times.draft_s)
-        elif times.is_late:
-            times.judge_s += rest
-        for name in makers:
-            self.router.seconds[name] = rest / len(makers)
 
     def reap(self) -> list[Event]:
         """End what was cancelled or is late."""
@@ -386,9 +369,9 @@ class Loop:
 
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
-        self._counted = self.clock.now()
-        if times.begun is not None:
-            self._charge(times, drafts, times.begun)
+        self.timer.charge(times, drafts)
+        if self.ahead is not None and self.ahead.payoff.is_trying:
+            times.is_odd = True
         pass_s = times.score_s + times.judge_s
         self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
         batch, num_emitted = len(plan.deciding), 0
@@ -407,7 +390,7 @@ class Loop:
         self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
         if not times.is_odd:
             self.statistics.costs.add(times.num_fed, times.score_s)
-        self.metrics.step(self._counted, batch, times.num_fed, self.scheduler.config.budget, num_emitted)
+        self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
         for job, reason in plan.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
             self.statistics.add_fallback(reason)

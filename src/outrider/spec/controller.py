@@ -365,6 +365,7 @@ class AdaptiveController:
             return found
         rate = max(now.rate, now.plain_rate)
         loss = passes.seconds(bold.rows) + bold.draft_s + self._entry_s(found.groups, bold) - bold.tokens / rate
+        loss += self._known.turn_s(len(now.jobs))
         if bold.rate < NOTABLE * rate:
             return found
         allowed = self._allowed(now, found.groups)
@@ -433,7 +434,7 @@ class AdaptiveController:
         return ratio < 2.0 and (never or known.num_rounds - known.plain_round > LONG_AGO)
 
     def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
-        loss = now.pass_s - now.batch.tokens / now.rate
+        loss = now.pass_s - now.batch.tokens / now.rate + self._known.turn_s(len(now.jobs))
         if loss <= 0.5 * self._allowed(now, groups):
             self._give(groups, [], MEASURING)
             self._left = int(self._known.queues)  # then a second one can be queued behind the first, and is quicker
@@ -452,17 +453,18 @@ class AdaptiveController:
         ]
         resting.sort(key=lambda entry: self._reluctance(now, *entry))
         others, rate = Probes(now.batch.rows, {}), max(now.rate, now.plain_rate)
-        first = total = 0.0
+        first, total, turn_s = 0.0, 0.0, known.turn_s(len(now.jobs))
         for place, offer in resting[: max(1, len(now.jobs) // 4)]:
             job, drafter = now.jobs[place], known.drafter(offer.drafter)
             chances, entry_s = drafter.outlook(offer.shift, offer.width), known.read_s(job, offer.drafter)
             candidate = Candidate(offer.drafter, chances, drafter.answers, entry_s)
             probe = cheapest(candidate, others, known.passes.seconds, known.draft_s, rate, len(now.jobs))
             allowed = self._allowed(now, groups) * (1.0 if probe.loss_s < 0.3 * probe.seconds else 0.5)
-            if probe.loss_s > allowed or (total and probe.loss_s > 0.4 * first):  # the first may pay the draft steps
+            loss_s = probe.loss_s if self._probed else probe.loss_s + turn_s
+            if loss_s > allowed or (total and loss_s > 0.4 * first):  # the first may pay the draft steps, and the turn
                 break
             others = others.plus(offer.drafter, probe.width)
-            first, total = first or probe.loss_s, total + probe.loss_s
+            first, total = first or loss_s, total + loss_s
             self._probed.append((job.id, offer.drafter))
             widths = {ask.drafter: ask.width for ask in self._asks[place]}
             self._ask(place, {**widths, offer.drafter: probe.width}, {}, PROBING)

@@ -123,10 +123,9 @@ class CostCurve:
         widest = 1.5 * points[-1][0] if points else 0.0
         points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
         points = points or [[1.0, 1.0 / self._pace, 1.0]]
+        points = self._below(points)
         sizes, seconds = self._line(points)
         self._usual = Line(sizes, seconds, self._last_slope(sizes, seconds))
-        points = [point for point in points if point[2] != AT_MOST] or points
-        sizes, seconds = self._line(points)
         # A point measured seldom may have been measured too high
         low = [
             cost * (1.0 - self.noise / math.sqrt(max(1.0, point[2])))
@@ -134,6 +133,15 @@ class CostCurve:
         ]
         self._hopeful = Line(*_bent(sizes, low), HOPE * self._last_slope(sizes, seconds))
         self._is_settled = True
+
+    def _below(self, points: list[list[float]]) -> list[list[float]]:
+        """Without what can be less, unless even that is below what the others say."""
+        sure = [point for point in points if point[2] != AT_MOST]
+        if all(point[2] == HINT for point in sure):
+            return points
+        sizes, seconds = self._line(sure)
+        line = Line(sizes, seconds, self._last_slope(sizes, seconds))
+        return [point for point in points if point[2] != AT_MOST or point[1] * self._pace < line.at(point[0])]
 
     def _line(self, points: list[list[float]]) -> tuple[list[float], list[float]]:
         return [point[0] for point in points], [cost * self._pace for cost in _never_falling(points)]
@@ -221,7 +229,7 @@ class DraftCosts:
 
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
-        key = _jobs_class(jobs)
+        key = jobs_class(jobs)
         curves = self._by_jobs or self._bounds
         entry = curves.get(key)
         if entry is not None:
@@ -245,7 +253,7 @@ class DraftCosts:
                 return
         else:
             curves = self._bounds if at_most else self._by_jobs
-            curve = curves.setdefault(_jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
+            curve = curves.setdefault(jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]
             curve.add(depth, seconds)
         if self._reading is not None:
             seconds, depth, jobs, unread = self._reading
@@ -255,5 +263,5 @@ class DraftCosts:
             self.read_s += (sample - self.read_s) / self._num_readings
 
 
-def _jobs_class(jobs: float) -> int:
+def jobs_class(jobs: float) -> int:
     return round(2.0 * math.log2(jobs))

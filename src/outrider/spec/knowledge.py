@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from outrider.metrics import Outcome, PassTimes
 from outrider.spec.acceptance import DrafterRecord, JobRecord
 from outrider.spec.budget import Budget
-from outrider.spec.costs import CostCurve, DraftCosts
+from outrider.spec.costs import CostCurve, DraftCosts, jobs_class
 from outrider.types import Ask, Drafts, Job, Plan
 
 FIRST_STEP = 0.1  # a draft step as a share of a target pass, before one was measured
@@ -50,7 +50,8 @@ class Knowledge:
         self.num_rounds = 0
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
-        self.queues = False  # passes are queued before they are asked for, where it is clear what comes
+        self.queues = False  # see `PassTimes`
+        self._late_s: dict[int, float] = {}  # class of job counts -> seconds that a pass takes longer, if it was not
         self.is_surely_slower = False  # plain decoding of a batch, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
@@ -88,7 +89,7 @@ class Knowledge:
         drafters of which others learn."""
         pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
         self.num_rounds += 1
-        self.queues = times.begun is not None
+        self.queues = times.queues
         if not times.is_odd:
             self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
@@ -108,6 +109,9 @@ class Knowledge:
         if times.steady:
             if times.num_fed == num_jobs:
                 self.plain_round = self.num_rounds
+            if times.is_late and times.num_fed == num_jobs and self.plain_samples(num_jobs):
+                late_s, key = max(0.0, pass_s - self.passes.seconds(num_jobs)), jobs_class(num_jobs)
+                self._late_s[key] = 0.5 * (late_s + self._late_s.get(key, late_s))
             self.passes.add(times.num_fed, pass_s, at_most=times.is_late)
         elif times.num_fed:
             self.passes.hint(times.num_fed, pass_s)
@@ -138,6 +142,7 @@ class Knowledge:
         excused = {job.id for job, _ in drafts.fallbacks}
         work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before, by newcomers of those
         rounds: dict[tuple[Ask, bool, Outcome], int] = {}
+        surprise = 0.0  # tokens that probes kept more than expected
         for place, (job, outcome) in zip(places, outcomes, strict=True):
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
@@ -159,8 +164,8 @@ class Knowledge:
                 expected = self.drafter(name, branches).expected(judged)
                 record.add(kept, judged, expected)
                 record.read += kept
-                if probed and kept > expected and (job.id, name) in probed:
-                    self.budget.encourage()
+                if probed and (job.id, name) in probed:
+                    surprise += kept - expected
                 did = work.get(name)
                 if did is None:
                     did = work[name] = [0, 0, 0, 0]
@@ -171,6 +176,8 @@ class Knowledge:
                 if is_new:
                     did[3] += unread
                 break
+        if surprise > 0.5 * (math.sqrt(max(1, len(probed))) - 1.0):  # of many some are always lucky
+            self.budget.encourage()
         for (ask, branches, outcome), count in rounds.items():
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
@@ -235,6 +242,10 @@ class Knowledge:
     def is_sure_of_drafts(self) -> bool:
         """Whether all that is known of drafters' costs is what they take at their best."""
         return all(costs.is_sure for costs in self._costs.values())
+
+    def turn_s(self, num_jobs: int) -> float:
+        """Seconds that it costs to do something else for a round: neither that nor what follows can be queued."""
+        return 2.0 * self._late_s.get(jobs_class(num_jobs), 0.0)
 
     def read_s(self, job: Job, name: str) -> float:
         """Seconds the drafter needs to catch up with a job."""
