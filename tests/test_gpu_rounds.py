@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.backends.cuda import kernels, twins
+from outrider.backends.cuda import kernels, novelty, twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
 from outrider.backends.cuda.sampling import DeviceSampling
@@ -218,6 +218,24 @@ def test_a_draft_that_goes_on_by_itself_changes_no_text(
         assert taken.count(True) > 15 and taken.count(False) < 4, "most were drafted before the host had looked"
         assert sum(map(bool, scored)) > 15 and scored.count(0) < 6, "and fed to the target, too"
     assert ("top_p" in settings) == (not rolled), "where a row must be looked at as a whole, the reference draws"
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_a_round_that_built_something_says_so(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engines(model, "model")
+    target, seen = engine.loop.target, list[bool]()
+    judge = target.ops.judge
+    monkeypatch.setattr(
+        target.ops, "judge", lambda *given: (verdicts := judge(*given), seen.append(verdicts.is_first))[0]
+    )
+    stream = engine.open_streams([Request.of([1, 2, 3], {"width": 2, "max_tokens": 40, **GREEDY})])
+    for built in (False, True, False, True, True, False):
+        for _ in range(built):
+            novelty.note()
+        engine.step()
+        assert seen.pop() is built
+    learned = engine.loop.width.controller._known.passes
+    assert stream and learned.samples(0, 99) == 2.0, "the others teach what passes cost, but for the prompt's"
 
 
 @pytest.mark.usefixtures("by_twins")
