@@ -21,7 +21,7 @@ RANK = {
     "draft": 3,
     **dict.fromkeys(("spec", "sched"), 4),
     "engine": 5,
-    **dict.fromkeys(("bench", "server"), 6),
+    **dict.fromkeys(("bench", "server", "train"), 6),
     "cli": 7,
     "__main__": 8,
 }
@@ -106,6 +106,7 @@ def test_what_runs_without_torch() -> None:
         )
     ]
     expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
+    expected += [f"outrider.train.{name} torch" for name in ("eagle", "features", "headfile", "net", "run")]
     assert told == expected
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from outrider.backends.attention import Span, build_blocks, build_span
 from outrider.backends.base import HeadHost
 from outrider.backends.forward import Block, attend
-from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, settle_on
+from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, output_of, settle_on
 from outrider.backends.torch_common import sent
 from outrider.errors import BackendError
 from outrider.kv.pages import Page
@@ -256,6 +256,8 @@ class EagleHead:
         self._output_norm = self._maybe("output_norm.weight")
         output = self._own("output.weight", is_output)
         self._output = None if output is None else output.t()
+        if output is None and self.vocabulary.ids is not None:  # some rows of the target's
+            self._output = output_of(self.target, self.vocabulary.ids).to(self._fc)
         self.layers = [self._layer(f"blk.{index}.") for index in range(spec.layer.num_layers)]
 
     def _layer(self, prefix: str) -> _Layer:

@@ -17,6 +17,13 @@ def settle_on(file: HeadFile, target: HeadHost) -> None:
     """A ModelFileError if the head was not made for a model like this."""
     spec, info = target.spec, target.info
     check_fit(file, Host(info.name, spec.width, spec.num_layers, info.vocab_size, info.num_columns))
+    own = getattr(target, "fingerprint", None)
+    if file.made_for is not None and own is not None and file.made_for != own:
+        raise ModelFileError(
+            f"{file.path}: the head was trained on other weights ({file.made_for[:12]}) than those of {info.name} "
+            f"({own[:12]}); take one made for it, or train one: outrider train eagle",
+            param="draft",
+        )
 
 
 def like(target: HeadHost) -> torch.Tensor:
@@ -46,6 +53,13 @@ def is_output(matrix: torch.Tensor, target: HeadHost) -> bool:
         return False
     ones = torch.eye(min(COMPARED_COLUMNS, target.spec.width), target.spec.width).to(matrix)
     return torch.equal(target.unembed(ones), matrix[:, : len(ones)].t().float())
+
+
+def output_of(target: HeadHost, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The target's output matrix, turned over: a row times it gives logits of all tokens, or of some. [width, n]"""
+    width = target.spec.width
+    whole: torch.Tensor = target.unembed(torch.eye(width).to(like(target)))
+    return whole if ids is None else whole[:, ids]
 
 
 class DraftVocabulary:

@@ -13,6 +13,7 @@ import typer
 from outrider import __version__
 from outrider.cli import options as given
 from outrider.cli.bench import app as bench
+from outrider.cli.train import app as train
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 models = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Fetch, list and look into models.")
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 # That are made between two searches for garbage. Modules and vocabularies stay, and looking through them takes 70 ms.
 OBJECTS = 100_000

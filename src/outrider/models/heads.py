@@ -44,6 +44,7 @@ class HeadFile:
         self.shapes: Mapping[str, Shape] = {ours: tensors.shapes[theirs] for ours, theirs in names.items()}
         self.types: Mapping[str, str] = {ours: tensors.types[theirs] for ours, theirs in names.items()}
         self._tensors, self._names = tensors, names
+        self.made_for: str | None = None  # the fingerprint of the model it was trained on, where it says
         self._check()
 
     @property
@@ -98,9 +99,9 @@ def open_head(path: Path | str) -> HeadFile:
         raise ModelFileError(f"{path}: there is no such file or folder")
     facts = Facts(folder / "config.json", read_json(folder / "config.json"))
     tensors = open_tensors(weights)
-    if _is_medusa(facts):
-        return HeadFile(path, tensors, *read_medusa(facts, tensors))
-    return HeadFile(path, tensors, *read_eagle(facts, tensors))
+    file = HeadFile(path, tensors, *(read_medusa if _is_medusa(facts) else read_eagle)(facts, tensors))
+    file.made_for = _made_for_weights(facts)
+    return file
 
 
 def head_kind(path: Path) -> str | None:
@@ -152,6 +153,13 @@ def check_fit(file: HeadFile, host: Host) -> None:
     if reason is not None:
         message = f"{file.path}: the head does not fit {host.name}: {reason}; take one made for it"
         raise ModelFileError(message, param="draft")
+
+
+def _made_for_weights(facts: Facts) -> str | None:
+    ours = facts.values.get("outrider")
+    made_for = ours.get("made_for") if isinstance(ours, dict) else None
+    found = made_for.get("fingerprint") if isinstance(made_for, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _made_for(spec: HeadSpec) -> tuple[int, int | None]:

@@ -1,0 +1,1 @@
+"""Drafts made for a target: `outrider train eagle`."""

@@ -1,0 +1,95 @@
+"""A trained head as files, in the layout of the `speculators` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from outrider.models.base import Rope, TransformerSpec
+from outrider.train.net import EagleNet, exported
+
+LAYERS = 1
+
+
+def head_spec(target: TransformerSpec) -> TransformerSpec:
+    """One layer like the target's own, with plain rotary positions: scaling is for longer texts than drafts see."""
+    return replace(
+        target,
+        family="llama",
+        num_layers=LAYERS,
+        windows=(),
+        tied=False,
+        rope=Rope(frequencies=_plain_frequencies(target), interleaved=False),
+    )
+
+
+def theta_of(target: TransformerSpec) -> float:
+    """The base of its rotary positions. Scaling leaves the quickest pairs as they are."""
+    half = len(target.rope.frequencies)
+    return float(round((1.0 / target.rope.frequencies[1]) ** half, 3)) if half > 1 else 10_000.0
+
+
+def _plain_frequencies(target: TransformerSpec) -> tuple[float, ...]:
+    half, theta = len(target.rope.frequencies), theta_of(target)
+    return tuple(theta ** (-number / half) for number in range(half))
+
+
+def write_head(
+    folder: Path,
+    net: EagleNet,
+    target: TransformerSpec,
+    *,
+    layers: Sequence[int],
+    ids: Sequence[int] | None,
+    context: int,
+    made_for: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """made_for: the target's name and fingerprint; the head is refused by any other."""
+    tensors = {
+        name: tensor if tensor.dtype == torch.int64 else tensor.to(dtype) for name, tensor in exported(net, ids).items()
+    }
+    spec = net.spec
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": made_for["name"], "architectures": ["LlamaForCausalLM"]},
+        },
+        "draft_vocab_size": target.num_columns if ids is None else len(ids),
+        "target_hidden_size": target.width,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": spec.width,
+            "intermediate_size": spec.ffn_width,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": spec.norm_eps,
+            "rope_theta": theta_of(target),
+            "max_position_embeddings": context,
+            "vocab_size": target.num_columns,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+        "outrider": {"made_for": made_for},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / "model.tmp.safetensors"
+    save_file(tensors, beside)
+    beside.replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

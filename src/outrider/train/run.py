@@ -1,0 +1,78 @@
+"""The whole of it: texts, updates, the head, and how good it is on prompts that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError
+from outrider.train.eagle import EagleTrainer, Report
+from outrider.train.settings import TrainSettings, check_same
+from outrider.train.texts import FILE as TEXTS
+from outrider.train.texts import Texts, answer, invented, prompts_from
+
+CHAIN = 5  # drafts of a round, in evaluation
+
+Say = Callable[[str], None]
+
+
+class Evaluation(NamedTuple):
+    """Of greedy answers to prompts that were held out."""
+
+    tokens_per_round: float
+    kept_by_place: list[float]
+    num_prompts: int
+
+
+def train(
+    settings: TrainSettings, folder: Path, *, device: str = "auto", say: Say, report: Callable[[Report], None]
+) -> Evaluation | None:
+    """Goes on where a run in the same folder was broken off."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_same(folder, settings)
+    settings.save(folder)
+    loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": 256}
+    room = max(settings.batch * settings.length, 64 * (settings.length + settings.max_tokens))
+    with Engine.load(settings.model, cache_tokens=2 * room, **loading) as engine:
+        texts = gather(engine, settings, folder, say)
+        trainer = EagleTrainer(engine, texts, settings, folder)
+        say(f"{len(texts.tokens)} texts, {sum(map(len, texts.tokens))} tokens; update {trainer.update} is next")
+        trainer.run(report)
+    held = [text[:first] for text, first in list(zip(*texts, strict=True))[len(texts.tokens) - settings.held_out :]]
+    return evaluate(settings.model, folder, held, settings.max_tokens, device=device) if held else None
+
+
+def gather(engine: Engine, settings: TrainSettings, folder: Path, say: Say) -> Texts:
+    """Prompts and the target's answers; kept, since they take long."""
+    if (folder / TEXTS).exists():
+        return Texts.load(folder / TEXTS)
+    if settings.prompts:
+        prompts = prompts_from(engine, settings.prompts, settings.num_prompts)
+    else:
+        prompts = invented(engine, settings.num_prompts, settings.seed, lambda done, of: say(f"{done}/{of} prompts"))
+    texts = answer(engine, prompts, settings, lambda done, of: say(f"{done}/{of} answers"))
+    if len(texts.tokens) <= settings.held_out:
+        raise ConfigError(
+            f"{len(texts.tokens)} prompts were answered, and {settings.held_out} are held out; give more",
+            param="prompts",
+        )
+    texts.save(folder / TEXTS)
+    return texts
+
+
+def evaluate(
+    model: str,
+    head: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    device: str = "auto",
+    width: int = CHAIN,
+) -> Evaluation:
+    """By the engine itself, with the head as it was written."""
+    with Engine.load(model, draft=f"eagle:{head}", device=device, backend="torch", width=width) as engine:
+        engine.generate([list(prompt) for prompt in prompts], temperature=0.0, max_tokens=max_tokens)
+        seen = engine.statistics
+        return Evaluation(seen.wide.tokens / max(1, seen.wide.rounds), seen.accepted_by_position, len(prompts))

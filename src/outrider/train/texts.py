@@ -1,0 +1,150 @@
+"""Texts to train on: prompts from files or invented, and what the target itself says to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, OutriderError
+from outrider.train.settings import TrainSettings
+from outrider.types import FinishReason, Request, SamplingParams
+
+FILE = "texts.npz"
+AT_ONCE = 512  # prompts that are answered together
+MOST_INVENTED = 96  # tokens of a prompt
+SHORTEST = 12  # letters of one
+LEAST_SAID = 8  # tokens of an answer that teaches something
+MARK = "@@@"  # where the user's words stand in a rendered template
+
+Told = Callable[[int, int], None]  # how many of how many are done
+
+
+class Texts(NamedTuple):
+    """Prompts with their answers. The last `held_out` are not trained on."""
+
+    tokens: list[list[int]]
+    num_prompts: list[int]  # tokens of each that are its prompt
+
+    def save(self, path: Path) -> None:
+        flat = np.concatenate([np.asarray(text, dtype=np.int32) for text in self.tokens])
+        lengths = np.asarray([len(text) for text in self.tokens], dtype=np.int32)
+        beside = path.with_suffix(".tmp.npz")
+        np.savez(beside, flat=flat, lengths=lengths, prompts=np.asarray(self.num_prompts, dtype=np.int32))
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Texts:
+        with np.load(path) as held:
+            ends = np.cumsum(held["lengths"])
+            flat = held["flat"]
+            tokens = [part.tolist() for part in np.split(flat, ends[:-1])]
+            return cls(tokens, held["prompts"].tolist())
+
+
+def prompts_from(engine: Engine, files: Sequence[str], count: int) -> list[list[int]]:
+    """The first `count` prompts of some files, as tokens. A line of .jsonl holds one under one of KEYS, where `tokens`
+    are ids; any other file has a prompt a line."""
+    prompts: list[list[int]] = []
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(f"there is no file of prompts at {path}", param="prompts")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if len(prompts) == count:
+                return prompts
+            if line.strip():
+                prompts.append(_encoded(engine, _parsed(path, number, line)))
+    if not prompts:
+        raise ConfigError("the files hold no prompts", param="prompts")
+    return prompts
+
+
+def _parsed(path: Path, number: int, line: str) -> Any:
+    if path.suffix not in (".jsonl", ".json"):
+        return line
+    try:
+        value = json.loads(line)
+        value = value if isinstance(value, (str, list)) else next(value[key] for key in KEYS if value.get(key))
+    except (ValueError, AttributeError, StopIteration) as error:
+        raise ConfigError(
+            f"{path}, line {number}: wanted an object with {', '.join(KEYS)}, or a text", param="prompts"
+        ) from error
+    if isinstance(value, list) and value and isinstance(value[0], str):  # turns of a conversation: the first is asked
+        return value[0]
+    return value
+
+
+KEYS = ("messages", "turns", "prompt", "text", "question", "tokens")
+
+
+def _encoded(engine: Engine, prompt: Any) -> list[int]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if engine.tokenizer is not None and getattr(engine.tokenizer, "has_chat", False):
+        return engine.encode_chat(messages)
+    return engine.encode(" ".join(message["content"] for message in messages))
+
+
+def invented(engine: Engine, count: int, seed: int, told: Told = lambda done, of: None) -> list[list[int]]:
+    """Prompts that an instruct model makes up: its chat template up to where the user speaks is all it is given."""
+    tokenizer: Any = engine.tokenizer
+    if tokenizer is None or not tokenizer.has_chat:
+        raise ConfigError("the model has no chat template to invent prompts from; name files with --prompts")
+    before, _, after = tokenizer.chat([{"role": "user", "content": MARK}], add_generation_prompt=False).partition(MARK)
+    bare, end = tokenizer.encode(before, add_special=False), after.strip()
+    found: dict[str, None] = {}  # in order, each once
+    number = 0
+    while len(found) < count and number < 4 * count:
+        requests = [
+            Request(
+                prompt=bare,
+                max_tokens=MOST_INVENTED,
+                sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=seed + number + offset),
+                stop=(end,) if end else (),
+                width=0,
+            )
+            for offset in range(AT_ONCE)
+        ]
+        number += len(requests)
+        for result in engine.generate(requests):
+            text = result.text.strip()
+            if len(text) >= SHORTEST and result.finish_reason == FinishReason.STOP:
+                found[text] = None
+        told(min(count, len(found)), count)
+    if len(found) < min(count, 2):
+        raise OutriderError("the model invents no prompts from its bare chat template; name files with --prompts")
+    return [engine.encode_chat([{"role": "user", "content": text}]) for text in list(found)[:count]]
+
+
+def answer(
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: TrainSettings, told: Told = lambda done, of: None
+) -> Texts:
+    """The target's own answers: every second greedy, the others sampled."""
+    texts = Texts([], [])
+    for start in range(0, len(prompts), AT_ONCE):
+        some = prompts[start : start + AT_ONCE]
+        requests = [
+            Request(
+                prompt=list(prompt)[-settings.length // 2 :],
+                max_tokens=settings.max_tokens,
+                sampling=SamplingParams(
+                    temperature=settings.temperature if number % 2 else 0.0, seed=settings.seed + number
+                ),
+                width=0,
+            )
+            for number, prompt in enumerate(some, start)
+        ]
+        for request, result in zip(requests, engine.generate(requests), strict=True):
+            if len(result.token_ids) >= LEAST_SAID:
+                texts.tokens.append([*request.prompt, *result.token_ids][: settings.length])
+                texts.num_prompts.append(len(request.prompt))
+        told(min(len(prompts), start + AT_ONCE), len(prompts))
+    if not texts.tokens:
+        raise OutriderError("the target said next to nothing to all of the prompts; give it others")
+    return texts

@@ -1,0 +1,227 @@
+"""Training a head, from prompts to faster rounds, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.backends.cuda.backend import GpuBackend
+from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.transformer import TransformerBackend
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, ModelFileError
+from outrider.kv.pages import Pages
+from outrider.models.heads import open_head
+from outrider.models.random_file import SHAPES, RandomFile, build_shape
+from outrider.train.eagle import CHECKPOINT, EagleTrainer, Report, most_said
+from outrider.train.features import Features
+from outrider.train.headfile import write_head
+from outrider.train.net import Past
+from outrider.train.run import evaluate, train
+from outrider.train.settings import TrainSettings
+from outrider.train.texts import Texts, prompts_from
+
+SIZE = 101  # tokens of the tiny model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """It counts: what it says can be learned."""
+    SHAPES["tiny-taught"] = build_shape("llama", 7, 32, (4, 2, 8), 48, SIZE, context=256)
+    return "random:tiny-taught:counting"
+
+
+def settings_for(model: str, **changes: Any) -> TrainSettings:
+    given: dict[str, Any] = {
+        "num_prompts": 40, "held_out": 4, "max_tokens": 24, "steps": 3, "updates": 60, "batch": 8, "length": 40,
+        "rate": 5e-3, "save_every": 10,
+    }  # fmt: skip
+    return TrainSettings(model=model, **{**given, **changes})
+
+
+def texts_of(model: str, settings: TrainSettings) -> Texts:
+    """The model's own answers to random prompts, as `texts.answer` gathers them."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, SIZE, 6).tolist() for _ in range(settings.num_prompts)]
+    with Engine.load(model, draft="none", backend="torch") as engine:
+        results = engine.generate(prompts, temperature=0.0, max_tokens=settings.max_tokens, ignore_eos=True)
+    return Texts([[*prompt, *one.token_ids] for prompt, one in zip(prompts, results, strict=True)], [6] * len(prompts))
+
+
+@pytest.fixture(scope="module")
+def texts(model: str) -> Texts:
+    return texts_of(model, settings_for(model))
+
+
+def trainer(model: str, texts: Texts, folder: Path, **changes: Any) -> tuple[Engine, EagleTrainer]:
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = Engine.load(model, draft="none", backend="torch", cache_tokens=4096)
+    return engine, EagleTrainer(engine, texts, settings_for(model, **changes), folder)
+
+
+def state(one: EagleTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in one.net.state_dict().items()}
+
+
+def test_a_head_learns_and_drafts_better(model: str, texts: Texts, tmp_path: Path) -> None:
+    """Loss falls, more is kept, and the written head is a better draft than an untrained one."""
+    held = [text[:6] for text in texts.tokens[-4:]]
+    engine, one = trainer(model, texts, tmp_path / "head", updates=60)
+    with engine:
+        one.write(tmp_path / "untrained")
+        reports: list[Report] = []
+        one.run(reports.append)
+    assert reports[-1].loss < reports[0].loss and reports[-1].kept[0] > reports[0].kept[0] + 0.1
+    assert reports[-1].kept == sorted(reports[-1].kept, reverse=True) and len(reports[-1].kept) == 3
+    before, after = (evaluate(model, tmp_path / name, held, 24) for name in ("untrained", "head"))
+    assert after.tokens_per_round > before.tokens_per_round + 0.2
+    assert after.kept_by_place[0] > before.kept_by_place[0] + 0.2 and after.num_prompts == 4
+
+
+@pytest.mark.parametrize("vocabulary", [None, 60])
+def test_what_is_trained_is_what_drafts(model: str, texts: Texts, tmp_path: Path, vocabulary: int | None) -> None:
+    """Outputs of the trained network, unrolled, are those of the head that was written and read again."""
+    engine, one = trainer(model, texts, tmp_path, vocabulary=vocabulary)
+    with engine:
+        one.run(lambda report: None, until=5)
+        write_head(
+            tmp_path, one.net, engine.loop.target.spec, layers=one.layers, ids=one.ids,  # type: ignore[attr-defined]
+            context=256, made_for=one.made_for, dtype=torch.float32,
+        )  # fmt: skip
+        text = texts.tokens[0][:12]
+        batch = Features(engine.loop.target, one.layers).of([text], [6])
+        length = len(text) - 3
+        with torch.no_grad():
+            hidden, past, wanted = one.net.fuse(batch.features[:, :length]), Past([], []), []
+            for step in range(2):
+                embedded = one.features.embed(batch.tokens[:, 1 + step : 1 + step + length])
+                hidden = one.net(embedded, hidden, step, past)
+                wanted.append(one.net.rows(hidden, one._matrix)[0])
+    file = open_head(tmp_path)
+    target = TransformerBackend(RandomFile(model.removeprefix("random:")), Pages(64, 4))
+    target.fingerprint = file.made_for
+    head = EagleHead(file, target)
+    slot = target.open((), 40)
+    assert slot is not None
+    target.pages.make_room(slot, 40)
+    entries = Entries(
+        [slot], [0], [0], [length], text[1 : 1 + length], head.fuse(list(batch.features[0, :length].split(32, -1)))
+    )
+    outputs = head.read(entries)
+    columns = slice(None) if one.ids is None else one.ids
+    assert torch.allclose(head.rows(outputs)[:, columns], wanted[0], atol=1e-4)
+    last = length - 1  # the second step of the last entry: its own output, and the token after
+    again = Entries([slot], [0], [length], [1], [text[last + 2]], head.again(outputs[last:]))
+    assert torch.allclose(head.rows(head.read(again))[:, columns], wanted[1][last:], atol=1e-4)
+
+
+def test_a_run_that_was_broken_off_ends_with_the_same_weights(model: str, texts: Texts, tmp_path: Path) -> None:
+    engine, whole = trainer(model, texts, tmp_path / "whole", updates=20)
+    with engine:
+        whole.run(lambda report: None)
+        wanted = state(whole)
+    for until in (7, 13, None):  # killed twice, after what was saved at 7 and at 13
+        engine, part = trainer(model, texts, tmp_path / "part", updates=20)
+        with engine:
+            part.run(lambda report: None, until=until)
+            found = state(part)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert (tmp_path / "part" / CHECKPOINT).exists()
+
+
+def test_the_same_settings_give_the_same_head(model: str, texts: Texts, tmp_path: Path) -> None:
+    heads = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        engine, one = trainer(model, texts, tmp_path / name, updates=3, seed=seed)
+        with engine:
+            one.run(lambda report: None)
+        heads.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert heads[0] == heads[1] != heads[2]
+
+
+def test_from_a_file_of_prompts_to_a_head(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    random = np.random.default_rng(1)
+    lines = [{"tokens": random.integers(3, SIZE, 6).tolist()} for _ in range(12)]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    settings = settings_for(model, prompts=(str(path),), num_prompts=12, held_out=2, updates=4, max_tokens=16)
+    said: list[str] = []
+    found = train(settings, tmp_path / "out", device="cpu", say=said.append, report=lambda report: None)
+    assert found is not None and found.tokens_per_round >= 1.0 and found.num_prompts == 2
+    assert any("12/12 answers" in line for line in said) and any("update 0 is next" in line for line in said)
+    again: list[str] = []
+    train(settings, tmp_path / "out", device="cpu", say=again.append, report=lambda report: None)
+    assert not any("answers" in line for line in again) and "update 4 is next" in again[-1], "nothing is done twice"
+    with pytest.raises(ConfigError, match=r"was begun with updates 4, not 5; keep that, or choose another --out"):
+        train(settings_for(model, prompts=(str(path),), num_prompts=12, held_out=2, updates=5, max_tokens=16),
+              tmp_path / "out", device="cpu", say=said.append, report=lambda report: None)  # fmt: skip
+
+
+def test_a_head_of_other_weights_is_refused(model: str, texts: Texts, tmp_path: Path) -> None:
+    engine, one = trainer(model, texts, tmp_path / "head", updates=1)
+    with engine:
+        one.run(lambda report: None)
+    other = "random:tiny-taught"  # it does not count
+    with pytest.raises(
+        ModelFileError, match=r"the head was trained on other weights .* train one: outrider train eagle"
+    ):
+        Engine.load(other, draft=f"eagle:{tmp_path / 'head'}", backend="torch")
+
+
+def test_the_tokens_said_most_often(model: str) -> None:
+    texts = Texts([[1, 2, 9, 9, 9, 4, 4], [5, 9, 7, 4]], [2, 1])
+    assert most_said(texts, 2, 20) == [4, 9]
+    assert most_said(texts, None, 20) is None and most_said(texts, 20, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file of prompts"),
+        ("\n\n", "the files hold no prompts"),
+        ('{"nothing": 1}\n', "line 1: wanted an object with messages"),
+        ("{\n", "line 1: wanted an object with messages"),
+    ],
+)
+def test_prompts_that_cannot_be_read(model: str, tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with Engine.load(model, draft="none", backend="torch") as engine, pytest.raises(ConfigError, match=message):
+        prompts_from(engine, [str(path)], 5)
+
+
+@pytest.mark.parametrize("changes", [{"updates": 0}, {"length": 5}, {"vocabulary": 0}, {"held_out": 40}, {"steps": 0}])
+def test_settings_that_make_no_sense(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        settings_for("x", **changes)
+
+
+def test_a_gpu_backend_gives_the_same_features(model: str, texts: Texts) -> None:
+    """By the twins of its kernels."""
+    name = model.removeprefix("random:")
+    torchs = TransformerBackend(RandomFile(name), Pages(64, 4))
+    gpus = GpuBackend(RandomFile(name), Pages(64, 4), device="cpu", dtype=torch.float32)
+    some = [texts.tokens[0][:17], texts.tokens[1][:30], texts.tokens[2][:9]]
+    wanted, found = (Features(target, (2, 3, 4)).of(some, [6, 6, 6]) for target in (torchs, gpus))
+    assert wanted.tokens.shape == (3, 30) and wanted.told.sum() == 11 + 24 + 3
+    assert torch.equal(wanted.tokens, found.tokens) and torch.equal(wanted.told, found.told)
+    assert torch.allclose(wanted.features, found.features, atol=1e-4)
+    assert torch.allclose(wanted.final, found.final, atol=1e-4)
+    real = wanted.tokens[:, :9]
+    assert torch.equal(wanted.likeliest[:, :9], (real + 1) % SIZE), "it counts"
+    assert torch.equal(found.likeliest, wanted.likeliest)
