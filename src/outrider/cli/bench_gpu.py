@@ -66,7 +66,8 @@ def show_rounds(
         gpu_rounds.batches(shape, draft, device, quick, sizes),
     ]
     if peer:
-        measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, gpu_rounds.BATCHED))
+        length = gpu_peers.QUICK if quick else gpu_rounds.BATCHED
+        measured.append(gpu_peers.transformers_batches(shape, device, sizes, gpu_rounds.CONTEXT, length))
     lines: list[Line] = []
     try:
         _print_lines(chain.from_iterable(measured), as_json, lines)
