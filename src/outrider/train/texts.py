@@ -109,7 +109,7 @@ def invented(engine: Engine, count: int, seed: int, told: Told = lambda done, of
                 stop=(end,) if end else (),
                 width=0,
             )
-            for offset in range(AT_ONCE)
+            for offset in range(min(AT_ONCE, count - len(found) + 4))
         ]
         number += len(requests)
         for result in engine.generate(requests):
