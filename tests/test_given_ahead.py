@@ -44,16 +44,17 @@ class Ops(SamplingOps):
 
     def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         verdicts = super().judge(jobs, drafts, scores)
-        verdicts.is_late = self.is_late
+        verdicts.is_late = self.is_late and (drafts.may_be_queued or not any(drafts.counts))
         return verdicts
 
 
 class Device(MockBackend):
     """A pass that comes as expected has run while the host worked."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, *, queues_drafts: bool = True) -> None:
         super().__init__(MODEL)
         self.clock, self.ops, self.expected = clock, Ops(np), ("", 0)
+        self.queues_drafts = queues_drafts
         self.following = [int(np.argmax(self.logits_after([token]))) for token in range(MODEL.vocab_size)]
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
@@ -61,7 +62,7 @@ class Device(MockBackend):
         self.ops.is_late = self.expected[0] != kind or jobs > self.expected[1]  # type: ignore[attr-defined]
         host_s = (1e-3 + 40e-6 * jobs) * (3.0 if kind == "drafts" else 1.0) if self.ops.is_late else 0.0  # type: ignore[attr-defined]
         self.clock.sleep(between(PASS_MS, sum(spans.counts)) + host_s)
-        goes_on = spans.goes_on and (kind == "plain" or min(spans.rows) > 1)
+        goes_on = spans.goes_on and (kind == "plain" or (self.queues_drafts and min(spans.rows) > 1))
         self.expected = (kind if goes_on else "", jobs)
         return super().score(spans, hidden)
 
@@ -76,7 +77,9 @@ class Prophet(NoDrafter):
         unread = sum(len(job.tokens) for job in jobs if job.id not in self.read)
         self.read |= {job.id for job in jobs}
         self.device.clock.sleep(between(STEP_MS, len(jobs)) * max(widths) + 7e-6 * unread)
-        return certain([self._line(job.tokens[-1], width) for job, width in zip(jobs, widths, strict=True)])
+        drafts = certain([self._line(job.tokens[-1], width) for job, width in zip(jobs, widths, strict=True)])
+        drafts.may_be_queued = self.device.queues_drafts
+        return drafts
 
     def _line(self, token: int, width: int) -> list[int]:
         line: list[int] = []
@@ -118,6 +121,18 @@ def test_widths_follow_what_rounds_cost_when_they_are_queued(batch: int, least: 
     plain = [rate(engine, batch, 0) for _ in range(2)][1]
     ratios = sorted(rate(engine, batch, None) / plain for _ in range(6 if batch < 128 else 3))
     assert ratios[len(ratios) // 2] > least, ratios
+
+
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.6), (8, 0.7), (32, 0.8)])
+def test_drafts_that_are_never_queued_cost_what_they_take(batch: int, share: float) -> None:
+    """Plain passes are, and fixed widths lose there."""
+    clock = VirtualClock()
+    device = Device(clock, queues_drafts=False)
+    engine = Engine.load(device, draft=Prophet(device, share), max_batch=batch, prefill_chunk=4096, clock=clock)
+    plain = [rate(engine, batch, 0) for _ in range(2)][1]
+    assert max(rate(engine, batch, width) / plain for width in (1, 2, 3, 5)) < 0.97
+    ratios = sorted(rate(engine, batch, None) / plain for _ in range(5))
+    assert ratios[2] > 0.96, ratios
 
 
 def test_what_can_be_less_gives_way_to_what_is_known() -> None:

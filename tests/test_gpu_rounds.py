@@ -234,6 +234,13 @@ def test_a_round_that_built_something_says_so(model: RandomFile, monkeypatch: py
             novelty.note()
         engine.step()
         assert seen.pop() is built
+    queue = target._queue_drafts  # type: ignore[attr-defined]
+    monkeypatch.setattr(target, "_queue_drafts", lambda *given: (novelty.note(), queue(*given)))
+    engine.step()
+    monkeypatch.setattr(target, "_queue_drafts", queue)
+    assert seen.pop() is True, "what is built for the next round delays this one"
+    engine.step()
+    assert seen.pop() is True, "and the next"
     learned = engine.loop.width.controller._known.passes
     assert stream and learned.samples(0, 99) == 2.0, "the others teach what passes cost, but for the prompt's"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend
 from outrider.backends.paged_mock import PagedMock
+from outrider.clock import VirtualClock
 from outrider.config import MockConfig, SchedulerConfig, SpeculationConfig
 from outrider.draft.model import ModelDrafter
 from outrider.engine.ahead import Payoff, RunAhead, Tag
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, DraftError
 from outrider.kv.pages import Pages
-from outrider.types import Drafts, FinishReason, Request, SamplingParams
+from outrider.types import Drafts, FinishReason, Request, SamplingParams, Scores
 
 TARGET = MockConfig(vocab_size=8, seed=3, sharpness=3.0)
 DRAFT = MockConfig(vocab_size=8, seed=3, sharpness=3.0, drift=0.3)
@@ -178,6 +181,32 @@ def test_what_does_not_pay_is_switched_off() -> None:
         on += payoff.is_on
         payoff.add(4, 4 / rates[payoff.is_on])
     assert on > 200
+
+
+def test_plain_rounds_are_learned_from_while_run_ahead_is_tried() -> None:
+    """Else plain decoding would be measured again and again, and no round with drafts would end the try."""
+
+    class Slow(MockBackend):
+        def __init__(self, clock: VirtualClock, seconds: float) -> None:
+            super().__init__(MockConfig(vocab_size=16, seed=3, order=1, context=4096))
+            self.clock, self.seconds = clock, seconds
+
+        def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+            self.clock.sleep(self.seconds * (1.0 + 0.02 * sum(spans.counts)))
+            return super().score(spans, hidden)
+
+    clock = VirtualClock()
+    with Engine(Slow(clock, 0.01), [ModelDrafter(Slow(clock, 0.0005))], clock=clock, run_ahead=True) as engine:
+        assert engine.loop.ahead is not None
+        settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+        for _ in range(20):  # batches of two: what one row costs is not known by them
+            engine.generate([[1] * 8, [2] * 8], width=4, max_tokens=17, **settings)
+            if engine.loop.ahead.payoff.is_trying:
+                break
+        assert engine.loop.ahead.payoff.is_trying
+        started = clock.now()
+        engine.generate([3] * 8, max_tokens=400, **settings)
+        assert 400 / (clock.now() - started) > 300, "plain decoding gives 98 tokens a second"
 
 
 def test_only_models_run_ahead() -> None:

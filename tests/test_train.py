@@ -182,6 +182,22 @@ def test_a_head_of_other_weights_is_refused(model: str, texts: Texts, tmp_path: 
         Engine.load(other, draft=f"eagle:{tmp_path / 'head'}", backend="torch")
 
 
+def test_a_command_that_failed_can_be_mended(model: str, tmp_path: Path) -> None:
+    """A file that is not there does not make the folder a run of its own."""
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join('{"tokens": [5, 6, 7]}' for _ in range(6)) + "\n")
+    for name in ("typo.jsonl", "p.jsonl"):
+        settings = settings_for(
+            model, prompts=(str(tmp_path / name),), num_prompts=6, held_out=0, updates=2, max_tokens=12
+        )
+        if name == "typo.jsonl":
+            with pytest.raises(ConfigError, match="there is no file of prompts"):
+                train(settings, tmp_path / "out", device="cpu", say=lambda line: None, report=lambda report: None)
+        else:
+            assert train(settings, tmp_path / "out", device="cpu", say=lambda _: None, report=lambda _: None) is None
+    assert open_head(tmp_path / "out").made_for == model
+
+
 def test_the_tokens_said_most_often(model: str) -> None:
     texts = Texts([[1, 2, 9, 9, 9, 4, 4], [5, 9, 7, 4]], [2, 1])
     assert most_said(texts, 2, 20) == [4, 9]
@@ -193,8 +209,12 @@ def test_the_tokens_said_most_often(model: str) -> None:
     [
         (None, "there is no file of prompts"),
         ("\n\n", "the files hold no prompts"),
-        ('{"nothing": 1}\n', "line 1: wanted an object with messages"),
-        ("{\n", "line 1: wanted an object with messages"),
+        ('{"nothing": 1}\n', "line 1: wanted a text, or an object with one of messages"),
+        ("{\n", "line 1: wanted a text, or an object with one of messages"),
+        ('{"tokens": [1, 2]}\n{"prompt": 5}\n', "line 2: wanted a text"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: wanted a text"),
+        ('{"tokens": [1, "a"]}\n', "line 1: wanted a text"),
+        ("[]\n", "line 1: wanted a text"),
     ],
 )
 def test_prompts_that_cannot_be_read(model: str, tmp_path: Path, content: str | None, message: str) -> None:

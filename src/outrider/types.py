@@ -443,6 +443,7 @@ class Drafts:
     is_deferred: bool = False
     watch: Watch | None = None
     follow: Callable[[Array, Array], Array | None] | None = None
+    may_be_queued: bool = False  # rounds like this can be, and take less then
     source: Array | None = None  # [jobs, steps]
     _proposals: list[list[int]] | None = None
 
@@ -489,7 +490,7 @@ class Verdicts:
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
     `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`). A round is a
     `first` when something was built for it that later ones will find: what it took says nothing of them. It is
-    `late` when its pass was not queued before somebody asked: among others like it it takes less.
+    `late` when its pass was not queued before somebody asked, though it could have been: among others it takes less.
     """
 
     accepted: Array  # [B]

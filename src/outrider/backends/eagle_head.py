@@ -256,7 +256,8 @@ class EagleHead:
         self._output_norm = self._maybe("output_norm.weight")
         output = self._own("output.weight", is_output)
         self._output = None if output is None else output.t()
-        if output is None and self.vocabulary.ids is not None:  # some rows of the target's
+        ids = self.vocabulary.ids
+        if output is None and ids is not None and len(ids) < self.target.spec.num_columns:  # some rows of the target's
             self._output = output_of(self.target, self.vocabulary.ids).to(self._fc)
         self.layers = [self._layer(f"blk.{index}.") for index in range(spec.layer.num_layers)]
 

@@ -11,6 +11,7 @@ from outrider.models.heads import HeadFile, Host, check_fit
 
 COMPARED_ROWS = 4096  # of an embedding, at a time: a model that keeps it quantised unpacks them
 COMPARED_COLUMNS = 16  # of an output matrix
+PARTS = 256  # rows of one, turned over, that are computed at a time
 
 
 def settle_on(file: HeadFile, target: HeadHost) -> None:
@@ -57,9 +58,12 @@ def is_output(matrix: torch.Tensor, target: HeadHost) -> bool:
 
 def output_of(target: HeadHost, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The target's output matrix, turned over: a row times it gives logits of all tokens, or of some. [width, n]"""
-    width = target.spec.width
-    whole: torch.Tensor = target.unembed(torch.eye(width).to(like(target)))
-    return whole if ids is None else whole[:, ids]
+    ones = torch.eye(target.spec.width).to(like(target))
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(ones), PARTS):
+        part = target.unembed(ones[start : start + PARTS])
+        parts.append(part if ids is None else part[:, ids])  # of a large vocabulary only what is needed is held
+    return torch.cat(parts)
 
 
 class DraftVocabulary:

@@ -38,6 +38,7 @@ def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
     if not owners:
         return whole
     whole.is_deferred = any(drafts.is_deferred for _, drafts in parts)
+    whole.may_be_queued = any(drafts.may_be_queued for _, drafts in parts)
     # of several that were drawn one after another, the last one's end is where the target's pass begins
     whole.watch = next((drafts.watch for _, drafts in reversed(parts) if drafts.watch is not None), None)
     order = ops.integers(sorted(range(len(owners)), key=owners.__getitem__))

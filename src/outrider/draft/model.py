@@ -145,7 +145,7 @@ class ModelDrafter:
         self._rolled.append(Rolls([job.id for job in jobs], steps, drafts))
         is_small = drafts.probs is None or math.prod(drafts.probs.shape) <= MOST_WEIGHED
         if len(steps) == len(jobs) and is_small:
-            drafts.follow = partial(self._follow, list(jobs), drafts)
+            drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
 
     def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> Array | None:
         """The verdict is known to the device: it drafts what will most likely be wanted next."""

@@ -370,8 +370,8 @@ class Loop:
     def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
         self.timer.charge(times, drafts)
-        if self.ahead is not None and self.ahead.payoff.is_trying:
-            times.is_odd = True
+        if self.ahead is not None and self.ahead.payoff.is_trying and any(drafts.counts):
+            times.is_odd = True  # plain rounds are the same in either order
         pass_s = times.score_s + times.judge_s
         self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
         batch, num_emitted = len(plan.deciding), 0

@@ -247,7 +247,7 @@ class AdaptiveController:
                 if (known.knows_plain and known.knows_steps(ask.drafter)) or self._may_start(job, ask.drafter, begun)
             ]
             views.append(View(place, tuple(offers)))
-        rate = plain_rate(batch, known.passes.seconds, known.draft_s)
+        rate = plain_rate(batch, known.plain_s, known.draft_s)
         most_rows = max(2.0 * known.passes.largest, batch.rows + FIRST_WIDTH * len(jobs))
         return Situation(jobs, batch, views, known.passes.seconds(batch.rows), rate, most_rows, fed == len(jobs))
 
@@ -421,7 +421,7 @@ class AdaptiveController:
             known, num_jobs = self._known, float(len(now.jobs))
             batch = Batch(num_jobs, num_jobs)
             later = best_choice(found.groups, batch, known.passes.seconds, known.draft_s, now.most_rows)
-            plain, best = plain_rate(batch, known.passes.seconds, known.draft_s), 0.0 if later is None else later.rate
+            plain, best = plain_rate(batch, known.plain_s, known.draft_s), 0.0 if later is None else later.rate
         left = sum(now.room(place) for place in range(len(now.jobs)))
         return best > 0.0 and left * (1.0 / plain - 1.0 / best) > 1.5 * entry_s
 

@@ -47,6 +47,7 @@ class Knowledge:
     def __init__(self, probing: float) -> None:
         self.budget = Budget(probing)
         self.passes = CostCurve()
+        self._plain = CostCurve()  # of rounds without drafts alone, which may be queued where others are not
         self.num_rounds = 0
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
@@ -70,7 +71,7 @@ class Knowledge:
             ends = all(job.limit - len(job.tokens) < SOON_OVER for job in jobs)
             self.knows_plain = passes.knows(0, 1) or (passes.is_known and ends)
         if self.knows_plain:
-            self.budget.settle(passes.seconds)
+            self.budget.settle(self.plain_s)
         self._step_s = FIRST_STEP * passes.seconds(num_jobs)
         for drafter in self._drafters.values():
             drafter.look()
@@ -110,8 +111,10 @@ class Knowledge:
             if times.num_fed == num_jobs:
                 self.plain_round = self.num_rounds
             if times.is_late and times.num_fed == num_jobs and self.plain_samples(num_jobs):
-                late_s, key = max(0.0, pass_s - self.passes.seconds(num_jobs)), jobs_class(num_jobs)
+                late_s, key = max(0.0, pass_s - self.plain_s(num_jobs)), jobs_class(num_jobs)
                 self._late_s[key] = 0.5 * (late_s + self._late_s.get(key, late_s))
+            if times.queues and times.num_fed == num_jobs:
+                self._plain.add(num_jobs, pass_s, at_most=times.is_late)
             self.passes.add(times.num_fed, pass_s, at_most=times.is_late)
         elif times.num_fed:
             self.passes.hint(times.num_fed, pass_s)
@@ -121,7 +124,7 @@ class Knowledge:
         if drafts.parents:
             self.tree_round = self.num_rounds
         if times.steady and outcomes and any(drafts.counts):
-            plain = len(outcomes) * (times.score_s + times.judge_s + times.draft_s) / self.passes.seconds(len(outcomes))
+            plain = len(outcomes) * (times.score_s + times.judge_s + times.draft_s) / self.plain_s(len(outcomes))
             kind = self.trees if drafts.parents else self.chains
             kind.add(sum(outcome.emitted for _, outcome in outcomes), plain)
 
@@ -241,7 +244,12 @@ class Knowledge:
     @property
     def is_sure_of_drafts(self) -> bool:
         """Whether all that is known of drafters' costs is what they take at their best."""
-        return all(costs.is_sure for costs in self._costs.values())
+        return all(costs.is_sure or not costs.is_known for costs in self._costs.values())
+
+    def plain_s(self, rows: float) -> float:
+        """Seconds of a pass without drafts."""
+        is_known = self.queues and self._plain.samples(rows / NEAR, rows * NEAR)
+        return self._plain.seconds(rows) if is_known else self.passes.seconds(rows)
 
     def turn_s(self, num_jobs: int) -> float:
         """Seconds that it costs to do something else for a round: neither that nor what follows can be queued."""

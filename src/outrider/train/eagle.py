@@ -55,7 +55,9 @@ class EagleTrainer:
         ).layers_of(spec.num_layers)
         self.features = Features(target, self.layers)
         self.device = self.features.device
-        self.ids = most_said(texts, settings.vocabulary, spec.num_columns)
+        count = len(texts.tokens) - settings.held_out
+        taught = Texts(texts.tokens[:count], texts.num_prompts[:count])
+        self.ids = most_said(taught, settings.vocabulary, spec.num_columns)
         chosen = None if self.ids is None else torch.tensor(self.ids, device=self.device)
         self._matrix = output_of(target, chosen).t().float().clone()
         self._own = torch.full((spec.num_columns,), -1, dtype=torch.int64)
@@ -150,7 +152,13 @@ class EagleTrainer:
         """A checkpoint, whole or not at all."""
         beside = self.folder / f"{CHECKPOINT}.tmp"
         torch.save(
-            {"update": self.update, "net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, beside
+            {
+                "update": self.update,
+                "net": self.net.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "made_for": self.made_for["fingerprint"],
+            },
+            beside,
         )
         beside.replace(self.folder / CHECKPOINT)
 
@@ -164,6 +172,8 @@ class EagleTrainer:
 
     def _resume(self, path: Path) -> None:
         held = torch.load(path, map_location=self.device, weights_only=True)
+        if held["made_for"] != self.made_for["fingerprint"]:
+            raise ConfigError(f"{path} was begun with other weights of the model; choose another --out", param="out")
         self.net.load_state_dict(held["net"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.update = held["update"]

@@ -38,16 +38,17 @@ class Features:
         """num_prompts: tokens of each text that are its prompt."""
         counts = [len(text) for text in texts]
         slots = [self.target.open((), count) for count in counts]
-        if any(slot is None for slot in slots):
-            raise BackendError("the cache has no room for a batch of texts; give it more tokens, or train with fewer")
         flat = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
         nothing = [0] * len(texts)
         try:
+            if any(slot is None for slot in slots):
+                raise BackendError("the cache has no room for a batch of texts; train with a smaller batch")
             spans = Spans(slots, nothing, counts, nothing, self.target.ops.fed(flat))
             hidden = self.target.score(spans, (*self.layers, self._last)).hidden
         finally:
             for slot in slots:
-                self.target.close(slot)
+                if slot is not None:
+                    self.target.close(slot)
         states = {layer: torch.as_tensor(state).to(self.device) for layer, state in hidden.items()}
         final = states[self._last]
         likeliest = torch.cat(

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from outrider.models.base import Rope, TransformerSpec
 from outrider.train.net import EagleNet, exported
+from outrider.train.settings import write_whole
 
 LAYERS = 1
 
@@ -30,9 +31,9 @@ def head_spec(target: TransformerSpec) -> TransformerSpec:
 
 
 def theta_of(target: TransformerSpec) -> float:
-    """The base of its rotary positions. Scaling leaves the quickest pairs as they are."""
-    half = len(target.rope.frequencies)
-    return float(round((1.0 / target.rope.frequencies[1]) ** half, 3)) if half > 1 else 10_000.0
+    """The base of its rotary positions: scaling leaves the ratio of the quickest pairs as it is."""
+    frequencies = target.rope.frequencies
+    return float(round((frequencies[0] / frequencies[1]) ** len(frequencies), 3)) if len(frequencies) > 1 else 10_000.0
 
 
 def _plain_frequencies(target: TransformerSpec) -> tuple[float, ...]:
@@ -80,6 +81,7 @@ def write_head(
             "hidden_act": "silu",
             "rms_norm_eps": spec.norm_eps,
             "rope_theta": theta_of(target),
+            "partial_rotary_factor": 2 * len(spec.rope.frequencies) / spec.head_dim,
             "max_position_embeddings": context,
             "vocab_size": target.num_columns,
             "attention_bias": False,
@@ -92,4 +94,4 @@ def write_head(
     beside = folder / "model.tmp.safetensors"
     save_file(tensors, beside)
     beside.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")

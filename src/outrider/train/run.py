@@ -32,7 +32,6 @@ def train(
     """Goes on where a run in the same folder was broken off."""
     folder.mkdir(parents=True, exist_ok=True)
     check_same(folder, settings)
-    settings.save(folder)
     loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": 256}
     room = max(settings.batch * settings.length, 64 * (settings.length + settings.max_tokens))
     with Engine.load(settings.model, cache_tokens=2 * room, **loading) as engine:
@@ -58,6 +57,7 @@ def gather(engine: Engine, settings: TrainSettings, folder: Path, say: Say) -> T
             f"{len(texts.tokens)} prompts were answered, and {settings.held_out} are held out; give more",
             param="prompts",
         )
+    settings.save(folder)  # from here on it is a run that can be gone on with
     texts.save(folder / TEXTS)
     return texts
 

@@ -49,7 +49,14 @@ class TrainSettings:
             )
 
     def save(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def check_same(folder: Path, settings: TrainSettings) -> None:

@@ -65,18 +65,34 @@ def prompts_from(engine: Engine, files: Sequence[str], count: int) -> list[list[
 
 
 def _parsed(path: Path, number: int, line: str) -> Any:
+    """A text, messages, or token ids."""
     if path.suffix not in (".jsonl", ".json"):
         return line
     try:
         value = json.loads(line)
-        value = value if isinstance(value, (str, list)) else next(value[key] for key in KEYS if value.get(key))
-    except (ValueError, AttributeError, StopIteration) as error:
+        if isinstance(value, dict):
+            value = next(value[key] for key in KEYS if value.get(key))
+        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            value = value[0]  # turns of a conversation: the first is asked
+        if not _is_prompt(value):
+            raise ValueError("neither a text nor messages nor token ids")
+    except (ValueError, StopIteration) as error:
         raise ConfigError(
-            f"{path}, line {number}: wanted an object with {', '.join(KEYS)}, or a text", param="prompts"
+            f"{path}, line {number}: wanted a text, or an object with one of {', '.join(KEYS)}", param="prompts"
         ) from error
-    if isinstance(value, list) and value and isinstance(value[0], str):  # turns of a conversation: the first is asked
-        return value[0]
     return value
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value)
+    if not isinstance(value, list) or not value:
+        return False
+    are_ids = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+    return are_ids or all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in value
+    )
 
 
 KEYS = ("messages", "turns", "prompt", "text", "question", "tokens")

@@ -211,7 +211,8 @@ class DeviceSampling(SamplingOps):
             verdicts.seconds = drafts.watch.seconds()
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
-        verdicts.is_late = self.queues and not self.follows
+        can_be = drafts.may_be_queued or not any(drafts.counts)
+        verdicts.is_late = self.queues and not self.follows and can_be
         return verdicts
 
     def _go_on(self, follow: Callable[..., Any], following: torch.Tensor, accepted: torch.Tensor) -> None:
@@ -238,13 +239,13 @@ class DeviceSampling(SamplingOps):
         if self._arrivals:
             self._arrivals.reverse()
             self._arrivals[1].record()
-        self._built, before = novelty.count(), self._built
-        self._is_first = self._built != before
+        self._built, before = novelty.count(), self._built  # what is built below delays this round and the next
         if meanwhile is not None:
             try:
                 meanwhile()
             except Exception:  # it was for nothing, then: nobody has asked for it yet
                 log.warning("what comes next could not be queued", exc_info=True)
+        self._is_first = novelty.count() != before
         if self._arrivals:
             started = time.perf_counter()
             self._arrivals[1].synchronize()
