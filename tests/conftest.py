@@ -72,6 +72,17 @@ def check_draft(engine: Engine, drafter: ModelDrafter) -> None:
             assert held == tokens[: len(held)], f"draft holds {held}, tokens are {tokens}"
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small run several times as quick on one thread while others want the second."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def caches_agree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("blind"):

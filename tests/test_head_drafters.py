@@ -7,7 +7,7 @@ the time; what they hold is their own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,9 @@ import tiny
 from test_heads import reference
 from tiny_heads import save_head
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[5, 9, 77, 2, 40, 8, 19, 33, 61, 4, 90], [7, 7, 3], [50]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small run several times as quick on one thread while others want the second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

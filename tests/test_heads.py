@@ -10,7 +10,7 @@ import pickle
 import random
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,9 @@ from outrider.models.opening import open_model
 import tiny
 from tiny_heads import EAGLE, EAGLE3, MEDUSA, Weights, save_head
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TREE = [-1, -1, 0, 0, 1, 2, 5]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small run several times as quick on one thread while others want the second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from native_models import BY_BLOCK, BY_SUPER, Shape, Truth, Walk, all_shapes, sa
 from tiny import save_gguf, tiny
 from tiny_heads import save_head
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"), pytest.mark.usefixtures("one_thread")]
 
 Array = np.ndarray[Any, Any]
 SHAPES = dict(all_shapes())
@@ -45,15 +45,6 @@ FLOAT_BOUND = 2e-5
 # products in a row come to 2 %, and to twice that where attention is sharp. A wrong minimum, scale or order of weights
 # gives other rows altogether: 1.4 and more. (What a single product may be off by is in test_native_kernels.py.)
 ROUNDED_BOUND = 0.06
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small run several times as quick on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

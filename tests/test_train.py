@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,9 @@ from outrider.train.run import evaluate, train
 from outrider.train.settings import TrainSettings
 from outrider.train.texts import Texts, prompts_from
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZE = 101  # tokens of the tiny model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +189,18 @@ def test_a_command_that_failed_can_be_mended(model: str, tmp_path: Path) -> None
         else:
             assert train(settings, tmp_path / "out", device="cpu", say=lambda _: None, report=lambda _: None) is None
     assert open_head(tmp_path / "out").made_for == model
+
+
+def test_a_model_that_no_head_can_sit_on(tmp_path: Path) -> None:
+    """It is told before anything is answered."""
+    SHAPES["tiny-flat"] = build_shape("llama", 2, 32, (4, 2, 8), 48, SIZE, context=256)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"reads three layers apart, and .* has 2; take one with 7 or more"):
+        train(settings_for("random:tiny-flat"), tmp_path, say=said.append, report=lambda report: None, device="cpu")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file; name a folder for the head"):
+        train(settings_for("random:tiny-flat"), tmp_path / "file", say=said.append, report=lambda report: None)
+    assert not said
 
 
 def test_the_tokens_said_most_often(model: str) -> None:

@@ -45,14 +45,10 @@ class EagleTrainer:
 
     def __init__(self, engine: Engine, texts: Texts, settings: TrainSettings, folder: Path) -> None:
         target: Any = engine.loop.target
-        if not target.info.heads or not hasattr(target, "spec"):
-            raise ConfigError(f"heads cannot be trained on {target.info.name}; use the torch backend", param="backend")
         self.settings, self.folder, self.engine = settings, folder, engine
         self.texts = texts
         spec = cast(HeadHost, target).spec
-        self.layers = EagleSpec(
-            version=3, layer=spec, target_width=spec.width, features=None, draft_vocab_size=1
-        ).layers_of(spec.num_layers)
+        self.layers = layers_of(engine)
         self.features = Features(target, self.layers)
         self.device = self.features.device
         count = len(texts.tokens) - settings.held_out
@@ -177,6 +173,23 @@ class EagleTrainer:
         self.net.load_state_dict(held["net"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.update = held["update"]
+
+
+def layers_of(engine: Engine) -> tuple[int, ...]:
+    """After which layers a head for the engine's target reads; a ConfigError where there can be none."""
+    target: Any = engine.loop.target
+    if not target.info.heads or not hasattr(target, "spec"):
+        raise ConfigError(f"an EAGLE head cannot sit on {target.info.name}; train one for a transformer", param="model")
+    spec = cast(HeadHost, target).spec
+    head = EagleSpec(version=3, layer=spec, target_width=spec.width, features=None, draft_vocab_size=1)
+    layers = head.layers_of(spec.num_layers)
+    if layers[0] < 1 or sorted(set(layers)) != list(layers):
+        raise ConfigError(
+            f"an EAGLE-3 head reads three layers apart, and {target.info.name} has {spec.num_layers}; "
+            "take one with 7 or more",
+            param="model",
+        )
+    return layers
 
 
 def most_said(texts: Texts, count: int | None, num_columns: int) -> list[int] | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
-from outrider.train.eagle import EagleTrainer, Report
+from outrider.train.eagle import EagleTrainer, Report, layers_of
 from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
 from outrider.train.texts import Texts, answer, invented, prompts_from
@@ -30,11 +30,14 @@ def train(
     settings: TrainSettings, folder: Path, *, device: str = "auto", say: Say, report: Callable[[Report], None]
 ) -> Evaluation | None:
     """Goes on where a run in the same folder was broken off."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder for the head", param="out")
     folder.mkdir(parents=True, exist_ok=True)
     check_same(folder, settings)
     loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": 256}
     room = max(settings.batch * settings.length, 64 * (settings.length + settings.max_tokens))
     with Engine.load(settings.model, cache_tokens=2 * room, **loading) as engine:
+        layers_of(engine)  # says so now where no head can sit, not after an hour of answers
         texts = gather(engine, settings, folder, say)
         trainer = EagleTrainer(engine, texts, settings, folder)
         say(f"{len(texts.tokens)} texts, {sum(map(len, texts.tokens))} tokens; update {trainer.update} is next")
