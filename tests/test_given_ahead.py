@@ -57,6 +57,9 @@ class Device(MockBackend):
         self.queues_drafts = queues_drafts
         self.following = [int(np.argmax(self.logits_after([token]))) for token in range(MODEL.vocab_size)]
 
+    def pass_s(self, jobs: int, rows: int, context: int = 0) -> float:
+        return between(PASS_MS, jobs * rows)
+
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         jobs, kind = len(spans.slots), "drafts" if max(spans.rows) > 1 else "plain"
         self.ops.is_late = self.expected[0] != kind or jobs > self.expected[1]  # type: ignore[attr-defined]
@@ -72,6 +75,9 @@ class Prophet(NoDrafter):
 
     def __init__(self, device: Device, share: float) -> None:
         self.device, self.share, self.dice, self.read = device, share, np.random.default_rng(0), set[int]()
+
+    def draft_s(self, jobs: int, steps: int) -> float | None:
+        return between(STEP_MS, jobs) * steps if self.device.queues_drafts else None
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         unread = sum(len(job.tokens) for job in jobs if job.id not in self.read)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from outrider.backends.cuda import kernels, novelty, twins
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.layout import Shape, arrange, fill, size_of, view
+from outrider.backends.cuda.measuring import MeasuredPasses
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.bench import gpu_peers, gpu_rounds
 from outrider.config import ModelConfig
@@ -22,6 +23,7 @@ from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.synthetic import Spoiling, SyntheticDrafter
 from outrider.engine.engine import Engine
+from outrider.engine.pricing import measure as measure_prices
 from outrider.engine.runner import second_gpu
 from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
@@ -397,6 +399,21 @@ def test_what_is_measured_must_fit(model: RandomFile, target: str, draft: str, m
 
 
 @pytest.mark.usefixtures("by_twins")
+def test_costs_are_measured_beforehand(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(40, PAGE)
+    target, other = on_device(model, pages), on_device(model, pages)
+    drafters = [ModelDrafter(other, shares_slots=True)]
+    assert measure_prices(target, drafters, 4, 3) is None, "on a CPU there is nothing to learn"
+    monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
+    prices = measure_prices(target, drafters, 4, 3)
+    assert prices is not None and list(prices.passes) == [1, 2, 4, 8, 16]
+    assert sorted(prices.drafts["model"]) == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    assert all(seconds > 0.0 for seconds in (*prices.passes.values(), *prices.drafts["model"].values()))
+    assert not pages.leases and target.pass_s(200, 1) is None, "nothing is left open, not even where there is no room"
+    assert measure_prices(target, [NgramDrafter()], 4, 3) is None, "lookups have no price of their own"
+
+
+@pytest.mark.usefixtures("by_twins")
 def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where its numbers mean nothing: every line is there."""
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
@@ -410,7 +427,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_rounds, "MOST", 3)
     monkeypatch.setattr(gpu_rounds, "CONTEXT", 8)
     monkeypatch.setattr(gpu_rounds, "SHARES", (0.5, 0.9))
-    monkeypatch.setattr(gpu_rounds, "timed", lambda run, repeats: [run() or 0.001])
+    monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
     monkeypatch.setattr(gpu_rounds, "REQUESTS", {True: (24, 1), False: (24, 1)})
     monkeypatch.setattr(gpu_rounds, "BATCHED", 24)
     monkeypatch.setattr(gpu_rounds, "BEGINNING", 8)

@@ -89,7 +89,7 @@ def test_what_runs_without_torch() -> None:
     )
     told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     cuda = ["attending", "backend", "choosing", "eagle", "forward", "judging", "kernels", "launching", "layout"]
-    cuda += ["passes", "products", "program", "rolling", "sampling", "twins"]
+    cuda += ["measuring", "passes", "products", "program", "rolling", "sampling", "twins"]
     theirs = ["attention", *(f"cuda.{name}" for name in cuda)]
     theirs += ["eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]

@@ -188,6 +188,17 @@ class Rolling(Protocol):
         """Nobody wants it."""
 
 
+class Measured(Protocol):
+    """A model whose costs can be measured before anybody asks. Seconds of the device, of work that is queued; None
+    where so many sequences have no room, or it cannot do that."""
+
+    def pass_s(self, jobs: int, rows: int, context: int = 0) -> float | None:
+        """Of a pass with `rows` tokens for each of so many sequences, which hold `context` before that."""
+
+    def roll_s(self, jobs: int, steps: int, context: int = 0) -> float | None:
+        """Of `Rolling.roll`."""
+
+
 class HeadHost(Backend, Protocol):
     """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Heads are torch's, and so are
     the arrays they give and take, whatever the model itself computes with."""

@@ -12,19 +12,16 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.backends.base import Spans
 from outrider.backends.cuda import novelty
-from outrider.backends.cuda.backend import GpuBackend
-from outrider.bench.gpu import Line, median, timed
+from outrider.bench.gpu import Line, median
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.models.random_file import PREFIX
-from outrider.types import Request, SamplingParams, Slot
+from outrider.types import Request
 
 SHARES = (0.6, 0.8, 0.9)
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -153,53 +150,19 @@ def warm_up(engine: Engine, batch: int, length: int, width: int | None) -> None:
             return
 
 
-def costs(engine: Engine, batch: int, widths: int, repeats: int) -> Costs:
+def costs(engine: Engine, batch: int, widths: int) -> Costs:
     """Of passes and of drafting, each queued behind itself: what the device alone needs."""
     target: Any = engine.loop.target
     draft: Any = drafter_of(engine).backend
-    slots = [target.open((), CONTEXT + MOST + 8) for _ in range(batch)]
-    for slot in slots:
-        for model in (target, draft):
-            tokens = np.arange(CONTEXT)
-            model.score(Spans([slot], [0], [CONTEXT], [0], tokens))
-    passes = [median(timed(partial(_pass, target, slots, rows), repeats)) for rows in range(1, widths + 2)]
-    steps = [median(timed(partial(_roll, draft, slots, steps), repeats)) for steps in range(1, widths + 1)]
-    for slot in slots:
-        target.close(slot)
-    return Costs(passes, steps)
-
-
-def _pass(target: GpuBackend, slots: Sequence[Slot], rows: int) -> None:
-    count = len(slots)
-    target.score(Spans(list(slots), [CONTEXT] * count, [rows] * count, [rows] * count, np.arange(rows * count)))
-    for slot in slots:
-        target.rewind(slot, CONTEXT)
-
-
-def _roll(draft: GpuBackend, slots: Sequence[Slot], steps: int) -> None:
-    """One token each is read, as in a round."""
-    count = len(slots)
-    drawing: Any = draft.ops.drawing([_Plain(slot) for slot in slots], steps)  # type: ignore[misc]
-    spans = Spans(list(slots), [CONTEXT] * count, [1] * count, [1] * count, np.arange(count))
-    assert draft.roll(spans, steps, drawing), "chains of a greedy request can be rolled"
-    for slot in slots:
-        draft.rewind(slot, CONTEXT)
-
-
-class _Plain:
-    """As much of a greedy job as drawing its drafts needs."""
-
-    rule, words, grammar, min_length, tokens = "coupled", (0, 0), None, 0, (0,) * CONTEXT
-
-    def __init__(self, number: int) -> None:
-        self.id, self.params = -1 - number, SamplingParams(temperature=0.0)
+    passes = [target.pass_s(batch, rows, CONTEXT) for rows in range(1, widths + 2)]
+    return Costs(passes, [draft.roll_s(batch, steps, CONTEXT) for steps in range(1, widths + 1)])
 
 
 def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
     """One request at a time, at each acceptance: the engine's own width beside what costs let expect, and run-ahead."""
     length, repeats = REQUESTS[quick]
     engine = load(shape, draft, device, 1, length)
-    found = costs(engine, 1, MOST, 10 if quick else 30)
+    found = costs(engine, 1, MOST)
     yield Line(f"{shape}: pass of 1 row", found.passes[0] * 1e3, "ms")
     share_of = (found.steps[-1] - found.steps[0]) / (MOST - 1) / found.passes[0]
     yield Line(f"{draft}: draft step", share_of * found.passes[0] * 1e3, "ms", note=f"{share_of:.3f} of that pass")
@@ -239,7 +202,7 @@ def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[in
     repeats = 3 if quick else 5
     engine = load(shape, draft, device, max(sizes), BATCHED)
     for batch in sizes:
-        found = costs(engine, batch, min(4, max(1, 512 // batch - 1)), 5)
+        found = costs(engine, batch, min(4, max(1, 512 // batch - 1)))
         warm_up(engine, batch, BATCHED, 0)
         plain = [answer(engine, batch, BATCHED, 0) for _ in range(repeats)]
         yield _rounds(f"{batch} at once, plain", plain, f"the device alone needs {found.passes[0] * 1e3:.2f} ms")

@@ -54,6 +54,13 @@ class RunningAhead(Protocol):
         `observe` tells what became of them."""
 
 
+class Priced(Protocol):
+    """A drafter whose costs can be measured before it is asked for anything."""
+
+    def draft_s(self, jobs: int, steps: int) -> float | None:
+        """Seconds of chains of so many tokens for each of so many jobs; None where that cannot be measured."""
+
+
 class LookingUp(Protocol):
     """A drafter whose proposals are found, not computed: certain, at next to no cost, and with `Drafts.matched`, by
     which the engine cuts them (`spec/lookups.py`)."""

@@ -99,6 +99,11 @@ class ModelDrafter:
         grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
 
+    def draft_s(self, jobs: int, steps: int) -> float | None:
+        """See `draft.base.Priced`."""
+        measure = getattr(self.backend, "roll_s", None)
+        return None if measure is None else measure(jobs, steps)
+
     def _propose_chains(self, jobs: Sequence[Job], rooms: Sequence[int]) -> Drafts | None:
         """Chains of a model that goes on by itself: what it began behind the last verdict, and the others now. None
         where somebody must look."""

@@ -23,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
 from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
+from outrider.engine.pricing import measure
 from outrider.engine.runner import second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.tokenizer.base import Tokenizer
@@ -75,6 +76,9 @@ def build_engine(
     drafters = [
         _drafter(spec, first, other, tokenizer, lookups, chunk) for spec, other in zip(specs, others, strict=True)
     ]
+    prices = None
+    if speculation.width is None and model.draft_device is None:
+        prices = measure(first.backend, drafters, scheduling.max_batch, speculation.max_width)
     return Engine(
         first.backend,
         drafters,
@@ -83,6 +87,7 @@ def build_engine(
         speculation=speculation,
         run_ahead=run_ahead,
         defaults=preset.defaults if preset else None,
+        prices=prices,
         clock=clock,
     )
 

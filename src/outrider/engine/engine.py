@@ -39,7 +39,7 @@ from outrider.sched.policies import Policy
 from outrider.serving import ServingMetrics
 from outrider.spec.controller import AdaptiveController
 from outrider.spec.router import Router
-from outrider.spec.width import Controller
+from outrider.spec.width import Controller, Prices
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Constraint, Event, Job, Prompt, Request, Result
 
@@ -63,6 +63,7 @@ class Engine:
         controller: Controller | None = None,
         run_ahead: bool | Literal["always"] = False,
         defaults: Mapping[str, Any] | None = None,
+        prices: Prices | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
@@ -74,7 +75,7 @@ class Engine:
             router,
             scheduling or SchedulerConfig(),
             self.clock,
-            controller or AdaptiveController(statistics=lambda: self.loop.statistics, lookups=lookups),
+            controller or AdaptiveController(statistics=lambda: self.loop.statistics, lookups=lookups, prices=prices),
             speculation.max_width,
             RunAhead(router, target, Payoff(always=run_ahead == "always")) if run_ahead else None,
         )

@@ -20,6 +20,7 @@ from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope
 from outrider.spec.knowledge import NEAR, Knowledge, starters
 from outrider.spec.lookups import Lookups
 from outrider.spec.probe import Candidate, Probes, cheapest
+from outrider.spec.width import Prices
 from outrider.types import Ask, Drafts, Job, Plan
 
 FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
@@ -98,15 +99,19 @@ class Found(NamedTuple):
 
 
 class AdaptiveController:
-    """`statistics`: where the decisions for all requests are counted; `lookups`: drafters that look text up."""
+    """`statistics`: where the decisions for all requests are counted; `lookups`: drafters that look text up; `prices`:
+    what a device says of itself, which rounds will confirm or not."""
 
     def __init__(
         self,
         config: WidthConfig | None = None,
         statistics: Callable[[], Statistics] | None = None,
         lookups: Collection[str] = (),
+        prices: Prices | None = None,
     ) -> None:
         self._known = Knowledge((config or WidthConfig()).probing)
+        if prices is not None:
+            self._known.expect(prices)
         self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds)
         self._statistics = statistics
         # The decision that stands

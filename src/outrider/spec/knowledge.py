@@ -9,6 +9,7 @@ from outrider.metrics import Outcome, PassTimes
 from outrider.spec.acceptance import DrafterRecord, JobRecord
 from outrider.spec.budget import Budget
 from outrider.spec.costs import CostCurve, DraftCosts, jobs_class
+from outrider.spec.width import Prices
 from outrider.types import Ask, Drafts, Job, Plan
 
 FIRST_STEP = 0.1  # a draft step as a share of a target pass, before one was measured
@@ -52,7 +53,8 @@ class Knowledge:
         self.plain_round = 0  # when a pass without drafts was last measured
         self.knows_plain = False  # what a pass without drafts costs
         self.queues = False  # see `PassTimes`
-        self._late_s: dict[int, float] = {}  # class of job counts -> seconds that a pass takes longer, if it was not
+        # (class of job counts, whether with drafts) -> seconds that a round takes longer which was not queued
+        self._late_s: dict[tuple[int, bool], float] = {}
         self.is_surely_slower = False  # plain decoding of a batch, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
@@ -61,6 +63,17 @@ class Knowledge:
         self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
         self._jobs: dict[int, dict[str, JobRecord]] = {}
         self._step_s = FIRST_STEP  # of drafters that were not measured
+
+    def expect(self, prices: Prices) -> None:
+        """Samples that were taken beforehand."""
+        self.queues = True
+        for rows, seconds in prices.passes.items():
+            self.passes.add(rows, seconds)
+            self._plain.add(rows, seconds)
+        for name, measured in prices.drafts.items():
+            costs = self._costs.setdefault(name, DraftCosts())
+            for (jobs, steps), seconds in measured.items():
+                costs.add(seconds, steps, jobs, 0, self.passes)
 
     def look(self, jobs: Sequence[Job]) -> None:
         """Take in what was learned, for a decision about these jobs."""
@@ -111,13 +124,16 @@ class Knowledge:
             if times.num_fed == num_jobs:
                 self.plain_round = self.num_rounds
             if times.is_late and times.num_fed == num_jobs and self.plain_samples(num_jobs):
-                late_s, key = max(0.0, pass_s - self.plain_s(num_jobs)), jobs_class(num_jobs)
-                self._late_s[key] = 0.5 * (late_s + self._late_s.get(key, late_s))
+                self._learn_late(num_jobs, pass_s - self.plain_s(num_jobs), drafts=False)
             if times.queues and times.num_fed == num_jobs:
                 self._plain.add(num_jobs, pass_s, at_most=times.is_late)
             self.passes.add(times.num_fed, pass_s, at_most=times.is_late)
         elif times.num_fed:
             self.passes.hint(times.num_fed, pass_s)
+
+    def _learn_late(self, num_jobs: int, late_s: float, *, drafts: bool) -> None:
+        key, late_s = (jobs_class(num_jobs), drafts), max(0.0, late_s)
+        self._late_s[key] = 0.5 * (late_s + self._late_s.get(key, late_s))
 
     def _compare(self, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """Rounds with trees beside those with chains."""
@@ -185,7 +201,16 @@ class Knowledge:
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
-        return 0.0 if times.is_odd else self._learn_costs(times, work)
+        if times.is_odd:
+            return 0.0
+        if times.is_late and times.steady and all(self.knows_steps(name) for name in work):
+            expected_s = sum(self.draft_s(name, did[0], did[1] / did[0]) for name, did in work.items())
+            expected_s += self.passes.seconds(times.num_fed) + sum(
+                self._costs[name].read_s * did[2] for name, did in work.items() if did[2] > CAUGHT_UP
+            )
+            spent_s = times.score_s + times.judge_s + times.draft_s
+            self._learn_late(len(plan.deciding), spent_s - expected_s, drafts=True)
+        return self._learn_costs(times, work)
 
     def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
         reading_s = 0.0
@@ -253,7 +278,17 @@ class Knowledge:
 
     def turn_s(self, num_jobs: int) -> float:
         """Seconds that it costs to do something else for a round: neither that nor what follows can be queued."""
-        return 2.0 * self._late_s.get(jobs_class(num_jobs), 0.0)
+        plain = self._late_by(num_jobs, drafts=False)
+        return plain + max(plain, self._late_by(num_jobs, drafts=True))
+
+    def _late_by(self, num_jobs: int, *, drafts: bool) -> float:
+        """Of so many jobs; where that is unknown, as for the nearest number, and more for more of them."""
+        known = [key for key, with_drafts in self._late_s if with_drafts == drafts]
+        if not known:
+            return 0.0
+        wanted = jobs_class(num_jobs)
+        nearest = min(known, key=lambda key: abs(key - wanted))
+        return self._late_s[nearest, drafts] * max(1.0, math.sqrt(2.0) ** (wanted - nearest))
 
     def read_s(self, job: Job, name: str) -> float:
         """Seconds the drafter needs to catch up with a job."""

@@ -3,7 +3,7 @@ allow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -52,6 +52,13 @@ class Controller(Protocol):
 
     def forget(self, job: Job) -> None:
         """The job is over."""
+
+
+class Prices(NamedTuple):
+    """Seconds that were measured before anything was asked for."""
+
+    passes: Mapping[int, float]  # by rows
+    drafts: Mapping[str, Mapping[tuple[int, int], float]]  # drafter -> by jobs and steps
 
 
 class WidthChooser:

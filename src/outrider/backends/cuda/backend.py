@@ -13,8 +13,8 @@ import torch
 from outrider.backends.base import Spans
 from outrider.backends.cuda.eagle import HeadRoller
 from outrider.backends.cuda.layout import GRAPH_ROWS
+from outrider.backends.cuda.measuring import MeasuredPasses
 from outrider.backends.cuda.passes import STRICT_ROWS, Scored, Staged, whole
-from outrider.backends.cuda.rolling import RollingPasses
 from outrider.backends.cuda.sampling import DeviceSampling, Verdict
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.paged import SequencesAhead
@@ -38,7 +38,7 @@ class Queued(NamedTuple):
         return 1 if self.verdict.drawn is None else 1 + self.verdict.drawn.shape[1]
 
 
-class GpuBackend(RollingPasses):
+class GpuBackend(MeasuredPasses):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then.
 
     What most likely comes next, it writes down while the device is busy; and it queues that before anybody has asked,
