@@ -18,6 +18,7 @@ from outrider.errors import ConfigError, ModelFileError
 from outrider.kv.pages import Pages
 from outrider.models.heads import open_head
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
+from outrider.train.batches import plan
 from outrider.train.eagle import CHECKPOINT, EagleTrainer, Report, most_said
 from outrider.train.features import Features
 from outrider.train.headfile import write_head
@@ -40,7 +41,7 @@ def model() -> str:
 
 def settings_for(model: str, **changes: Any) -> TrainSettings:
     given: dict[str, Any] = {
-        "num_prompts": 40, "held_out": 4, "max_tokens": 24, "steps": 3, "updates": 60, "batch": 8, "length": 40,
+        "num_prompts": 40, "held_out": 4, "max_tokens": 24, "steps": 3, "updates": 60, "tokens": 320, "length": 40,
         "rate": 5e-3, "save_every": 10,
     }  # fmt: skip
     return TrainSettings(model=model, **{**given, **changes})
@@ -96,12 +97,12 @@ def test_what_is_trained_is_what_drafts(model: str, texts: Texts, tmp_path: Path
             context=256, made_for=one.made_for, dtype=torch.float32,
         )  # fmt: skip
         text = texts.tokens[0][:12]
-        batch = Features(engine.loop.target, one.layers).of([text], [6])
-        length = len(text) - 3
+        states = Features(engine.loop.target, one.layers).of([text], [6]).states
+        tokens, features, length = torch.tensor([text]), states[..., :-32], len(text) - 3
         with torch.no_grad():
-            hidden, past, wanted = one.net.fuse(batch.features[:, :length]), Past([], []), []
+            hidden, past, wanted = one.net.fuse(features[:, :length]), Past([], []), []
             for step in range(2):
-                embedded = one.features.embed(batch.tokens[:, 1 + step : 1 + step + length])
+                embedded = one.features.embed(tokens[:, 1 + step : 1 + step + length])
                 hidden = one.net(embedded, hidden, step, past)
                 wanted.append(one.net.rows(hidden, one._matrix)[0])
     file = open_head(tmp_path)
@@ -112,7 +113,7 @@ def test_what_is_trained_is_what_drafts(model: str, texts: Texts, tmp_path: Path
     assert slot is not None
     target.pages.make_room(slot, 40)
     entries = Entries(
-        [slot], [0], [0], [length], text[1 : 1 + length], head.fuse(list(batch.features[0, :length].split(32, -1)))
+        [slot], [0], [0], [length], text[1 : 1 + length], head.fuse(list(features[0, :length].split(32, -1)))
     )
     outputs = head.read(entries)
     columns = slice(None) if one.ids is None else one.ids
@@ -243,10 +244,41 @@ def test_a_gpu_backend_gives_the_same_features(model: str, texts: Texts) -> None
     gpus = GpuBackend(RandomFile(name), Pages(64, 4), device="cpu", dtype=torch.float32)
     some = [texts.tokens[0][:17], texts.tokens[1][:30], texts.tokens[2][:9]]
     wanted, found = (Features(target, (2, 3, 4)).of(some, [6, 6, 6]) for target in (torchs, gpus))
-    assert wanted.tokens.shape == (3, 30) and wanted.told.sum() == 11 + 24 + 3
-    assert torch.equal(wanted.tokens, found.tokens) and torch.equal(wanted.told, found.told)
-    assert torch.allclose(wanted.features, found.features, atol=1e-4)
-    assert torch.allclose(wanted.final, found.final, atol=1e-4)
+    assert wanted.tokens.shape == (3, 65) and wanted.counts == [17, 30, 9], "filled up to 64 entries"
+    assert torch.equal(wanted.tokens, found.tokens) and torch.allclose(wanted.states, found.states, atol=1e-4)
     real = wanted.tokens[:, :9]
-    assert torch.equal(wanted.likeliest[:, :9], (real + 1) % SIZE), "it counts"
-    assert torch.equal(found.likeliest, wanted.likeliest)
+    for target, batch in ((torchs, wanted), (gpus, found)):
+        said = target.unembed(batch.states[:, :9, -32:].flatten(0, 1)).argmax(-1).view(3, 9)
+        assert torch.equal(said, (real + 1) % SIZE), "it counts"
+
+
+def test_states_of_texts_are_held_where_there_is_room(model: str, texts: Texts) -> None:
+    target = TransformerBackend(RandomFile(model.removeprefix("random:")), Pages(64, 4))
+    features, passes = Features(target, (2, 3, 4), 2), list[int]()
+    score = target.score
+    target.score = lambda *given: passes.append(len(given[0].slots)) or score(*given)  # type: ignore[method-assign, func-returns-value]
+    some = texts.tokens[:3]
+    first = features.of(some[:2], [6, 6], [7, 8])
+    assert torch.equal(features.of(some[:2], [6, 6], [7, 8]).states, first.states) and passes == [2, 2]
+    features._room = 2 * first.states.numel() * 4
+    for numbers, fed in (([7, 8], 2), ([7, 8], None), ([8, 9], 1)):
+        passes.clear()
+        batch = features.of([some[number - 7] for number in numbers], [6, 6], numbers)
+        assert passes == ([] if fed is None else [fed])
+        assert torch.allclose(
+            batch.states[:, :30],
+            Features(target, (2, 3, 4), 2).of([some[number - 7] for number in numbers], [6, 6]).states[:, :30],
+            atol=1e-5,
+        )
+
+
+def test_every_text_comes_once_before_one_comes_again() -> None:
+    lengths = np.random.default_rng(0).integers(10, 300, 200).tolist()
+    batches = list(plan(lengths, 1000, 5, 0, 200))
+    epoch = next(size for size in range(1, 200) if len({one for batch in batches[:size] for one in batch}) == 200)
+    assert sorted(one for batch in batches[:epoch] for one in batch) == list(range(200))
+    assert all(len(batch) * max(lengths[one] for one in batch) <= 1000 or len(batch) == 1 for batch in batches)
+    filled = sum(len(batch) * max(lengths[one] for one in batch) for batch in batches[:epoch])
+    assert filled < 1.1 * sum(lengths), "texts of one length come together"
+    assert list(plan(lengths, 1000, 5, 130, 200)) == batches[130:], "also when it goes on there"
+    assert list(plan(lengths, 1000, 6, 0, 9)) != batches[:9]

@@ -33,9 +33,9 @@ def eagle(
     num_prompts: Annotated[int, typer.Option(help="Prompts to answer.")] = 8000,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
     updates: Annotated[int, typer.Option(help="Updates of the head.")] = 4000,
-    batch: Annotated[int, typer.Option(help="Texts of an update.")] = 24,
-    length: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 320,
-    steps: Annotated[int, typer.Option(help="Tokens it guesses on in training.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 16384,
+    length: Annotated[int, typer.Option(help="Tokens of a text at most, its prompt counted in.")] = 640,
+    steps: Annotated[int, typer.Option(help="Tokens it guesses on in training.")] = 5,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens it chooses among, the most frequent; all.")] = None,
     rate: Annotated[float, typer.Option(help="Of learning.")] = 1e-3,
     held_out: Annotated[int, typer.Option(help="Prompts kept for evaluation.")] = 64,
@@ -57,7 +57,7 @@ def eagle(
         vocabulary=vocabulary,
         steps=steps,
         updates=updates,
-        batch=batch,
+        tokens=tokens,
         length=length,
         rate=rate,
         seed=seed,
@@ -83,10 +83,12 @@ class _Lines:
         self._updates, self._next = updates, 0.0
 
     def __call__(self, report: Report) -> None:
-        if time.monotonic() < self._next and report.update < self._updates:
+        if time.monotonic() < self._next and report.held is None:
             return
         self._next = time.monotonic() + EVERY
         kept = " ".join(f"{share:.2f}" for share in report.kept)
+        if report.held is not None:
+            kept += f" (held out {' '.join(f'{share:.2f}' for share in report.held)})"
         minutes, seconds = divmod(round(report.seconds_left), 60)
         _say(
             f"update {report.update}/{self._updates}: loss {report.loss:.3f}, "

@@ -9,18 +9,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from outrider.backends.base import HeadHost
 from outrider.backends.heads import output_of
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.head_spec import EagleSpec
+from outrider.train.batches import plan
 from outrider.train.features import Batch, Features
 from outrider.train.headfile import head_spec, write_head
 from outrider.train.net import EagleNet, Past
@@ -28,16 +33,30 @@ from outrider.train.settings import TrainSettings
 from outrider.train.texts import Texts
 
 CHECKPOINT = "checkpoint.pt"
-FLOOR = 0.1  # of the highest rate: the last updates learn so fast
+FLOOR = 0.02  # of the highest rate: the last updates learn so fast
+REPORTED = 20  # updates that a report is about
+HELD_BATCHES = 16  # of texts that were held out, at a checkpoint
+AT_ONCE = 2**28  # numbers of rows over tokens that are computed together
 
 
 class Report(NamedTuple):
-    """After some updates: the loss, and how often all guesses up to each step were what the target says."""
+    """After some updates: the loss, and how often all guesses up to each step were what the target says; `held` is the
+    same of texts that are not trained on, at checkpoints."""
 
     update: int
     loss: float
     kept: list[float]
     seconds_left: float
+    held: list[float] | None = None
+
+
+class Rows(NamedTuple):
+    """Where the target said something: entry `entries - s` guesses in step s what `places` would say next. Both count
+    through all texts of a batch; `reach` is in how many steps there is such an entry."""
+
+    entries: Tensor
+    places: Tensor
+    reach: list[int]  # rows that take part in each step: those which do come first
 
 
 class EagleTrainer:
@@ -49,7 +68,7 @@ class EagleTrainer:
         self.texts = texts
         spec = cast(HeadHost, target).spec
         self.layers = layers_of(engine)
-        self.features = Features(target, self.layers)
+        self.features = Features(target, self.layers, settings.steps)
         self.device = self.features.device
         count = len(texts.tokens) - settings.held_out
         taught = Texts(texts.tokens[:count], texts.num_prompts[:count])
@@ -63,7 +82,13 @@ class EagleTrainer:
         self._own = self._own.to(self.device)
         torch.manual_seed(settings.seed)
         self.net = EagleNet(head_spec(spec), len(self.layers)).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(),
+            lr=settings.rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self.device.type == "cuda",
+        )
         self.update = 0
         self.made_for = {"name": target.info.name, "fingerprint": getattr(target, "fingerprint", None)}
         if (folder / CHECKPOINT).exists():
@@ -72,77 +97,136 @@ class EagleTrainer:
     def run(self, report: Callable[[Report], None], *, until: int | None = None) -> None:
         """To the last update, or to number `until` (and then it can go on another time)."""
         settings, begun = self.settings, self.update
-        started, seen = time.perf_counter(), list[tuple[Tensor, Tensor]]()
+        started, seen = time.perf_counter(), list[Tensor]()
         last = settings.updates if until is None else min(until, settings.updates)
         for chosen in self._batches(last):
             for group in self.optimizer.param_groups:
                 group["lr"] = settings.rate * _rate(self.update, settings)
-            loss, kept = self.losses(self._features(chosen))
+            batch = self._features(chosen)
+            loss, outputs = self.losses(batch)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), settings.clip)
             self.optimizer.step()
             self.update += 1
-            seen.append((loss.detach(), kept))
+            seen.append(loss.detach())
             is_last = self.update == last
-            if len(seen) == 20 or is_last:
+            is_saved = self.update % settings.save_every == 0 or is_last
+            if is_saved:
+                self.save()
+            if len(seen) == REPORTED or is_saved:
                 spent = time.perf_counter() - started
                 left = spent / (self.update - begun) * (settings.updates - self.update)
-                mean = float(torch.stack([one for one, _ in seen]).mean())
-                report(Report(self.update, mean, torch.stack([one for _, one in seen]).mean(0).tolist(), left))
+                mean, kept = float(torch.stack(seen).mean()), self.kept(batch, outputs)
+                report(Report(self.update, mean, kept, left, self.held() if is_saved else None))
                 seen = []
-            if self.update % settings.save_every == 0 or is_last:
-                self.save()
         self.write(self.folder)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss, and the share of texts' places where all guesses up to each step were right. [steps]"""
-        settings, steps = self.settings, self.settings.steps
-        length = batch.tokens.shape[1] - 1 - steps
-        with self._precision():
-            hidden = self.net.fuse(batch.features[:, :length])
+    def losses(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the outputs of each step. [B * T, width]"""
+        settings, steps, rows = self.settings, self.settings.steps, self._rows(batch)
+        length, width = batch.tokens.shape[1] - 1 - steps, self._matrix.shape[1]
+        outputs: list[Tensor] = []
+        with self._precision(), _attention(self.device):
+            hidden = self.net.fuse(batch.states[:, :length, :-width])
             embedded = self.features.embed(batch.tokens).to(hidden.dtype)
+            final = batch.states[..., -width:].flatten(0, 1)[rows.places]
             past, total, weight = Past([], []), torch.zeros((), device=self.device), 0.0
-            right = torch.ones_like(batch.told[:, :length])
-            kept = []
-            for step in range(steps):
-                first = 1 + step  # entry i has token i + first, and guesses what follows it
-                hidden = self.net(embedded[:, first : first + length], hidden, step, past)
-                guessed = self.net.rows(hidden, self._matrix.to(hidden.dtype)).float()
-                final = batch.final[:, first : first + length].to(hidden.dtype)
-                wanted = (final @ self._matrix.to(hidden.dtype).t()).float().softmax(-1)
-                counts = batch.told[:, first + 1 : first + 1 + length].float()
-                missed = -(wanted * guessed.log_softmax(-1)).sum(-1)
+            for step, count in enumerate(rows.reach):
+                hidden = self.net(embedded[:, 1 + step : 1 + step + length], hidden, step, past)
+                outputs.append(hidden.flatten(0, 1))
+                missed = self._missed(outputs[-1][rows.entries[:count] - step], final[:count])
                 share = settings.decay**step
-                total = total + share * (missed * counts).sum() / counts.sum().clamp(min=1.0)
-                weight += share
-                likeliest = self._own[batch.likeliest[:, first : first + length]]
-                right = right & (guessed.argmax(-1) == likeliest)
-                kept.append((right.float() * counts).sum() / counts.sum().clamp(min=1.0))
-        return total / weight, torch.stack(kept).detach()
+                total, weight = total + share * missed, weight + share
+        return total / weight, [output.detach() for output in outputs]
+
+    def kept(self, batch: Batch, outputs: Sequence[Tensor]) -> list[float]:
+        """The share of places where all guesses up to each step are what the target says."""
+        rows, width, kept = self._rows(batch), self._matrix.shape[1], []
+        size = _at_once(self.features.target.spec.num_columns)
+        with torch.no_grad():
+            final = batch.states[..., -width:].flatten(0, 1)[rows.places]
+            said = self._own[_likeliest(final, self.features.target.unembed, size)]
+            begun = torch.zeros(len(outputs[0]), dtype=torch.bool, device=self.device)  # entries that are looked at
+            begun[rows.entries[: rows.reach[0]]] = True
+            right = begun
+            with self._precision():
+                for step, count in enumerate(rows.reach):
+                    entries = rows.entries[:count] - step
+                    guessed = _likeliest(outputs[step][entries], self._logits, size)
+                    right, before = torch.zeros_like(right), right
+                    right[entries] = before[entries] & (guessed == said[:count])
+                    kept.append(float(right.sum() / begun[entries].sum().clamp(min=1)))
+        return kept
+
+    def held(self) -> list[float] | None:
+        """`kept` of the texts that are not trained on."""
+        first = len(self.texts.tokens) - self.settings.held_out
+        numbers = [number for number in range(first, len(self.texts.tokens)) if self._is_usable(number)]
+        if not numbers:
+            return None
+        sums, weight = np.zeros(self.settings.steps), 0
+        with torch.no_grad():
+            for chosen in plan(
+                [len(self.texts.tokens[one]) for one in numbers], self.settings.tokens, 0, 0, HELD_BATCHES
+            ):
+                batch = self._features([numbers[one] for one in chosen])
+                count = self._rows(batch).reach[0]
+                sums += count * np.asarray(self.kept(batch, self.losses(batch)[1]))
+                weight += count
+        return [float(share) for share in sums / weight]
+
+    def _missed(self, outputs: Tensor, final: Tensor) -> Tensor:
+        """How far guesses are from the target's distribution, on average. Of many tokens, rows are computed again when
+        they are needed: kept, they would take more memory than all else."""
+        size, sums = _at_once(len(self._matrix)), list[Tensor]()
+        for guesses, states in zip(torch.split(outputs, size), torch.split(final, size), strict=True):
+            if len(outputs) <= size:
+                sums.append(self._missed_of(guesses, states))
+            else:
+                sums.append(checkpoint(self._missed_of, guesses, states, use_reentrant=False))
+        return torch.stack(sums).sum() / max(1, len(outputs))
+
+    def _missed_of(self, outputs: Tensor, final: Tensor) -> Tensor:
+        wanted = functional.linear(final.to(outputs.dtype), self._matrix.to(outputs.dtype)).float().softmax(-1)
+        logits = self._logits(outputs).float()
+        return logits.logsumexp(-1).sum() - (wanted * logits).sum()
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        return self.net.rows(outputs, self._matrix.to(outputs.dtype))
+
+    def _rows(self, batch: Batch) -> Rows:
+        size, steps = batch.tokens.shape[1], self.settings.steps
+        length = size - 1 - steps
+        texts = np.concatenate([np.full(max(0, count - first), row) for row, (count, first) in enumerate(_ends(batch))])
+        places = np.concatenate([np.arange(first - 1, count - 1) for count, first in _ends(batch)])
+        order = np.argsort(-np.minimum(places, steps), kind="stable")  # near a beginning some steps have no entry
+        texts, places = texts[order], places[order]
+        reach = [int((places >= 1 + step).sum()) for step in range(steps)]
+        return Rows(
+            torch.from_numpy(texts * length + places - 1).to(self.device),
+            torch.from_numpy(texts * size + places).to(self.device),
+            reach,
+        )
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def _features(self, chosen: Sequence[int]) -> Batch:
         texts = [self.texts.tokens[number] for number in chosen]
-        return self.features.of(texts, [self.texts.num_prompts[number] for number in chosen])
+        return self.features.of(texts, [self.texts.num_prompts[number] for number in chosen], chosen)
+
+    def _is_usable(self, number: int) -> bool:
+        return len(self.texts.tokens[number]) >= self.settings.steps + 4
 
     def _batches(self, last: int) -> Iterator[list[int]]:
-        """Texts of each update from the present one on; which ones depends on the seed and its number alone."""
         settings = self.settings
-        usable = [
-            number
-            for number, text in enumerate(self.texts.tokens[: len(self.texts.tokens) - settings.held_out])
-            if len(text) >= settings.steps + 4
-        ]
+        usable = [number for number in range(len(self.texts.tokens) - settings.held_out) if self._is_usable(number)]
         if not usable:
             raise ConfigError("no text is long enough to train on; ask for longer answers", param="max_tokens")
-        per_epoch = max(1, len(usable) // settings.batch)
-        for number in range(self.update, last):
-            order = np.random.default_rng((settings.seed, number // per_epoch)).permutation(len(usable))
-            at = number % per_epoch * settings.batch
-            yield [usable[place] for place in order[at : at + settings.batch]]
+        lengths = [len(self.texts.tokens[number]) for number in usable]
+        for chosen in plan(lengths, settings.tokens, settings.seed, self.update, last):
+            yield [usable[place] for place in chosen]
 
     def save(self) -> None:
         """A checkpoint, whole or not at all."""
@@ -173,6 +257,25 @@ class EagleTrainer:
         self.net.load_state_dict(held["net"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.update = held["update"]
+
+
+def _attention(device: torch.device) -> Any:
+    """On a GPU one that takes masks and every size: others build something for each new size, which takes longer than
+    ten updates."""
+    return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if device.type == "cuda" else nullcontext()
+
+
+def _ends(batch: Batch) -> list[tuple[int, int]]:
+    return [(count, max(1, first)) for count, first in zip(batch.counts, batch.firsts, strict=True)]
+
+
+def _at_once(num_columns: int) -> int:
+    """Rows over so many tokens that are computed together."""
+    return max(1, AT_ONCE // num_columns)
+
+
+def _likeliest(rows: Tensor, logits: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    return torch.cat([logits(part).argmax(-1) for part in torch.split(rows, size)])
 
 
 def layers_of(engine: Engine) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,16 +105,8 @@ class EagleNet(nn.Module):
         past.keys.append(self._turn(self._heads(seen, self.key, spec.num_kv_heads), positions))
         past.values.append(self._heads(seen, self.value, spec.num_kv_heads))
         share = spec.num_heads // spec.num_kv_heads
-        keys = [one.repeat_interleave(share, dim=1) for one in past.keys]
-        values = [one.repeat_interleave(share, dim=1) for one in past.values]
-        logits = query @ keys[0].transpose(-1, -2)
-        later = torch.ones(length, length, dtype=torch.bool, device=seen.device).triu(1)
-        parts = [logits.masked_fill(later, -torch.inf)]
-        parts += [(query * own).sum(-1, keepdim=True) for own in keys[1:]]
-        weights = (torch.cat(parts, dim=-1).float() / math.sqrt(spec.head_dim)).softmax(-1).to(query.dtype)
-        mixed = weights[..., :length] @ values[0]
-        for number, own in enumerate(values[1:]):
-            mixed = mixed + weights[..., length + number, None] * own
+        keys, values = (torch.cat(parts, dim=2).repeat_interleave(share, dim=1) for parts in past[:2])
+        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=_mask(length, step, seen.device))
         return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, seen: Tensor, matrix: Tensor, count: int) -> Tensor:
@@ -132,6 +125,14 @@ class EagleNet(nn.Module):
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps) * weight).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _mask(length: int, step: int, device: torch.device) -> Tensor:
+    """Which keys an entry sees in its step: the true ones up to itself, and of every step after them its own."""
+    own = torch.eye(length, dtype=torch.bool, device=device)
+    true = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return torch.cat([true] + [own] * step, dim=1)
 
 
 def exported(net: EagleNet, ids: Sequence[int] | None) -> dict[str, Tensor]:

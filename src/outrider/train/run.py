@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
 from outrider.train.texts import Texts, answer, invented, prompts_from
 
+CURVE = "progress.jsonl"  # how good the head was at each checkpoint
 CHAIN = 5  # drafts of a round, in evaluation
+PREFILL = 8192  # tokens of prompts in a pass: nobody waits for an answer's next token
+AT_ONCE = 256  # prompts that are answered together, where there is room for them
 
 Say = Callable[[str], None]
 
@@ -34,14 +38,22 @@ def train(
         raise ConfigError(f"{folder} is a file; name a folder for the head", param="out")
     folder.mkdir(parents=True, exist_ok=True)
     check_same(folder, settings)
-    loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": 256}
-    room = max(settings.batch * settings.length, 64 * (settings.length + settings.max_tokens))
-    with Engine.load(settings.model, cache_tokens=2 * room, **loading) as engine:
+    loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": AT_ONCE}
+    loading["prefill_chunk"] = PREFILL
+    room = max(2 * settings.tokens, AT_ONCE * (settings.length + settings.max_tokens))
+    with Engine.load(settings.model, cache_tokens=room, **loading) as engine:
         layers_of(engine)  # says so now where no head can sit, not after an hour of answers
         texts = gather(engine, settings, folder, say)
         trainer = EagleTrainer(engine, texts, settings, folder)
         say(f"{len(texts.tokens)} texts, {sum(map(len, texts.tokens))} tokens; update {trainer.update} is next")
-        trainer.run(report)
+
+        def told(one: Report) -> None:
+            if one.held is not None:
+                with (folder / CURVE).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"update": one.update, "loss": one.loss, "held_out": one.held}) + "\n")
+            report(one)
+
+        trainer.run(told)
     held = [text[:first] for text, first in list(zip(*texts, strict=True))[len(texts.tokens) - settings.held_out :]]
     return evaluate(settings.model, folder, held, settings.max_tokens, device=device) if held else None
 

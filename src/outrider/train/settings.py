@@ -24,11 +24,11 @@ class TrainSettings:
     max_tokens: int = 256  # of an answer
     temperature: float = 0.8  # of every second answer; the others are greedy
     vocabulary: int | None = None
-    steps: int = 4
-    decay: float = 0.8  # a later step counts so much of the one before it
+    steps: int = 5
+    decay: float = 0.85  # a later step counts so much of the one before it
     updates: int = 4000
-    batch: int = 24  # sequences of an update
-    length: int = 320  # tokens of a sequence at most
+    tokens: int = 16384  # of an update, texts filled up to the longest counted in
+    length: int = 640  # tokens of a text at most
     rate: float = 1e-3  # of learning, at its highest
     warmup: float = 0.05  # share of the updates in which it rises
     clip: float = 1.0
@@ -36,7 +36,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens", "steps", "updates", "batch", "save_every"):
+        for name in ("num_prompts", "max_tokens", "steps", "updates", "tokens", "save_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
         if self.length < self.steps + 4:

@@ -15,7 +15,7 @@ from outrider.train.settings import TrainSettings
 from outrider.types import FinishReason, Request, SamplingParams
 
 FILE = "texts.npz"
-AT_ONCE = 512  # prompts that are answered together
+AT_ONCE = 2048  # prompts that the engine is given together
 MOST_INVENTED = 96  # tokens of a prompt
 SHORTEST = 12  # letters of one
 LEAST_SAID = 8  # tokens of an answer that teaches something
@@ -54,7 +54,7 @@ def prompts_from(engine: Engine, files: Sequence[str], count: int) -> list[list[
         path = Path(name)
         if not path.is_file():
             raise ConfigError(f"there is no file of prompts at {path}", param="prompts")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if len(prompts) == count:
                 return prompts
             if line.strip():
@@ -107,29 +107,37 @@ def _encoded(engine: Engine, prompt: Any) -> list[int]:
     return engine.encode(" ".join(message["content"] for message in messages))
 
 
-def invented(engine: Engine, count: int, seed: int, told: Told = lambda done, of: None) -> list[list[int]]:
-    """Prompts that an instruct model makes up: its chat template up to where the user speaks is all it is given."""
+def invented(
+    engine: Engine,
+    count: int,
+    seed: int,
+    told: Told = lambda done, of: None,
+    beginnings: Sequence[str] = ("",),
+) -> list[list[int]]:
+    """Prompts that an instruct model makes up: its chat template up to where the user speaks is all it is given, and
+    the first words, where there are `beginnings`."""
     tokenizer: Any = engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat:
         raise ConfigError("the model has no chat template to invent prompts from; name files with --prompts")
     before, _, after = tokenizer.chat([{"role": "user", "content": MARK}], add_generation_prompt=False).partition(MARK)
-    bare, end = tokenizer.encode(before, add_special=False), after.strip()
+    bare, end = [tokenizer.encode(before + one, add_special=False) for one in beginnings], after.strip()
     found: dict[str, None] = {}  # in order, each once
     number = 0
     while len(found) < count and number < 4 * count:
+        numbers = range(number, number + min(AT_ONCE, count - len(found) + 4))
+        number += len(numbers)
         requests = [
             Request(
-                prompt=bare,
+                prompt=bare[one % len(bare)],
                 max_tokens=MOST_INVENTED,
-                sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=seed + number + offset),
+                sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=seed + one),
                 stop=(end,) if end else (),
                 width=0,
             )
-            for offset in range(min(AT_ONCE, count - len(found) + 4))
+            for one in numbers
         ]
-        number += len(requests)
-        for result in engine.generate(requests):
-            text = result.text.strip()
+        for one, result in zip(numbers, engine.generate(requests), strict=True):
+            text = f"{beginnings[one % len(bare)]}{result.text}".strip()
             if len(text) >= SHORTEST and result.finish_reason == FinishReason.STOP:
                 found[text] = None
         told(min(count, len(found)), count)
@@ -143,11 +151,12 @@ def answer(
 ) -> Texts:
     """The target's own answers: every second greedy, the others sampled."""
     texts = Texts([], [])
+    prompts = [prompt for prompt in prompts if len(prompt) <= settings.length - LEAST_SAID]
     for start in range(0, len(prompts), AT_ONCE):
         some = prompts[start : start + AT_ONCE]
         requests = [
             Request(
-                prompt=list(prompt)[-settings.length // 2 :],
+                prompt=list(prompt),
                 max_tokens=settings.max_tokens,
                 sampling=SamplingParams(
                     temperature=settings.temperature if number % 2 else 0.0, seed=settings.seed + number
@@ -162,5 +171,8 @@ def answer(
                 texts.num_prompts.append(len(request.prompt))
         told(min(len(prompts), start + AT_ONCE), len(prompts))
     if not texts.tokens:
-        raise OutriderError("the target said next to nothing to all of the prompts; give it others")
+        raise OutriderError(
+            f"the target said next to nothing to all of the prompts that have less than {settings.length} tokens; "
+            "give it others, or a larger --length"
+        )
     return texts
