@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "sampling.h"
 #include "sampling_table.h"
 
 #if defined(_WIN32)
@@ -19,17 +20,6 @@
 #endif
 
 const SamplingKernels &sampling_kernels(void);
-
-// The settings of a request, as native/sampling.py writes them.
-struct SamplingJob {
-    int32_t first_word;  // the seed
-    int32_t second_word;
-    float temperature;    // 0: greedy
-    int32_t top_k;        // 0: off
-    float top_p;          // above 1: off
-    float min_p;          // its logarithm; minus infinity: off
-    int32_t is_matching;  // judged by the target's own token, or by rejection
-};
 
 // A place in a job's drafts: the root, or after a draft. -1 is nobody.
 struct SamplingNode {
@@ -561,6 +551,11 @@ EXPORTED void outrider_judge(const float *logits, int64_t stride, int32_t size, 
         out[2 * count + index] = verdict.node;
         out[3 * count + index] = verdict.fault;
     }
+}
+
+int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream) {
+    const Row row(job, logits, size);
+    return row.is_usable() ? row.draw(key_of(job, position, stream)) : -1;
 }
 
 // Draws a token from every row, each under a job of its own. out [2, rows]: the token, and whether the row was
