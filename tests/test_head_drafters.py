@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from outrider.backends.base import Spans
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
 from outrider.backends.forward import run_layers
+from outrider.backends.head_base import Entries
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.transformer import TransformerBackend
 from outrider.draft import eagle

@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from outrider.backends.base import Spans
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
+from outrider.backends.head_base import Entries
 from outrider.backends.heads import DraftVocabulary
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.transformer import TransformerBackend

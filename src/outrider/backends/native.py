@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
+from outrider.backends.native_head import NativeHead, can_compute
 from outrider.backends.native_plan import Plan, Turns
 from outrider.backends.native_weights import NativeWeights
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
@@ -23,6 +24,7 @@ from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
+from outrider.models.heads import HeadFile
 from outrider.native.binding import Model, Numbers, Pass, address_of, forward, use_threads
 from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
@@ -113,9 +115,13 @@ class NativeBackend(PagedSequences):
         )
         return logits, states
 
+    def build_head(self, file: HeadFile) -> NativeHead | None:
+        """An EAGLE head by the same kernels; None: torch must compute it."""
+        return NativeHead(file, self) if can_compute(file) else None
+
     @property
     def device(self) -> torch.device:
-        """Of torch's, for heads: nobody else needs it."""
+        """Of torch's, for heads that it computes: nobody else needs it."""
         import torch
 
         return torch.device("cpu")

@@ -91,6 +91,28 @@ class NativeNoise(Noise):
         return _draw(self._native, x, _address(jobs), positions, streams, None)[0]
 
 
+class NativeDrawing:
+    """`sampling.ops.Drawing` for a model that is native, too: it may write what it draws itself (`native/roll.h`)."""
+
+    watch = None
+
+    def __init__(self, native: ctypes.CDLL, settings: _Settings, lengths: Sequence[int], steps: int) -> None:
+        self._native, self._step = native, 0
+        self.settings, self.streams = settings.address, settings.streams
+        self._kept = settings  # whose address that is
+        self.lengths = np.array(lengths, dtype=np.int32)
+        self.drawn = np.zeros((len(lengths), steps), dtype=np.int64)
+
+    def step(self, logits: Array) -> Array:
+        positions = self.lengths + np.int32(self._step)
+        self.drawn[:, self._step] = _draw(self._native, logits, self.settings, positions, self.streams, None)[0]
+        self._step += 1
+        return self.drawn[:, self._step - 1]
+
+    def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
+        return np.concatenate([tokens[:count] for tokens, count in zip(self.drawn, counts, strict=True)]), None
+
+
 class NativeSampling(SamplingOps):
     """`SamplingOps` for numpy arrays in native code."""
 
@@ -137,6 +159,13 @@ class NativeSampling(SamplingOps):
                     if nodes.rows[node] in faults:
                         verdicts.faults[index] = faults[nodes.rows[node]]
         return verdicts
+
+    def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> NativeDrawing | None:
+        """Of jobs that are judged by matching, as long as nothing but native code shapes their rows."""
+        settings = self._settings_of(jobs)
+        if settings.weighed or settings.changes_logits or settings.is_typical or further is not None:
+            return None
+        return NativeDrawing(self._native, settings, [len(job.tokens) for job in jobs], steps)
 
     def draft(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> Drawn:
         faults: dict[int, OutriderError] = {}
