@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from outrider.config import ModelConfig
-from outrider.engine import loading, runner
+from outrider.engine import runner
 from outrider.engine.engine import Engine
 from outrider.engine.runner import choose, device_name, may_have_cuda
 from outrider.errors import ConfigError, MissingPackageError, NativeMissingError
