@@ -139,9 +139,9 @@ class AgreeingNative(NativeHead):
     def again(self, outputs: np.ndarray) -> np.ndarray:
         return np.nan_to_num(outputs)
 
-    def logits(self, outputs: np.ndarray) -> np.ndarray:
+    def own_rows(self, outputs: np.ndarray) -> tuple[np.ndarray, None]:
         assert np.isfinite(outputs).all(), "it attended to what nobody wrote"
-        return self.table[np.rint(outputs[:, 0]).astype(int)]
+        return self.table[np.rint(outputs[:, 0]).astype(int)], None
 
 
 class AgreeingMedusa(MedusaHead):

@@ -21,6 +21,7 @@ from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries
 from outrider.backends.native import NativeBackend
 from outrider.backends.native_head import NativeHead
+from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import DraftError, ModelFileError
@@ -258,6 +259,26 @@ def test_rolled_chains_are_those_that_are_looked_at(
         assert answers == [result.token_ids for result in plain]
         found.append(drafted)
     assert len(found[0]) > 5 and found[0] == found[1]
+
+
+@pytest.mark.parametrize("layout", ["trained", "eagle3_forge"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"temperature": 0.8, "accept": "rejection", "seed": 2, "min_p": 0.01}],
+)
+def test_trees_of_its_own_tokens_are_those_of_whole_rows(
+    layout: str, sampling: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_folder(tmp_path, layout, model)
+    found = []
+    for looks in (True, False):
+        target = native(path)
+        drafter = EagleDrafter.load(tmp_path, target)
+        if not looks:
+            monkeypatch.setattr(eagle, "_is_ranked_plainly", lambda job: False)
+        asked = {"max_tokens": 12, "ignore_eos": True, "width": 9, "tree": True, **sampling}
+        found.append(proposals_of(Engine.load(target, draft=drafter), drafter, **asked))
+    assert len(found[0][1]) > 5 and found[0] == found[1]
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 0.8, "accept": "rejection", "seed": 1}, {"repetition_penalty": 1.2}])

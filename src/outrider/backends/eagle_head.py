@@ -60,6 +60,8 @@ class _Work(NamedTuple):
 class EagleHead(Edges):
     """`head_base.Head` in torch, where the target keeps its heads."""
 
+    own_rows = None
+
     def __init__(self, file: HeadFile, target: HeadHost) -> None:
         spec = file.spec
         assert isinstance(spec, EagleSpec), f"{file.path} holds no EAGLE head"

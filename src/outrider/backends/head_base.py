@@ -13,7 +13,7 @@ written over. A tree of them is read level by level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,6 +96,11 @@ class Head(Protocol):
 
     def logits(self, outputs: Array) -> Array:
         """Rows over the target's tokens, as its sampling takes them. [n, width] -> [n, V]"""
+
+    @property
+    def own_rows(self) -> Callable[[Array], tuple[Array, Array | None]] | None:
+        """Outputs -> rows over its own tokens, in numpy, and the target's id of each of those, where they are not the
+        same. None: nobody is the better for it. [n, width] -> [n, own], [own]"""
 
     def edge(self, slot: Slot, position: int) -> Array:
         """The fused hidden state of the last token of a page that was read before. [1, width]"""

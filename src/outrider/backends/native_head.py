@@ -147,10 +147,14 @@ class NativeHead(Edges):
     def again(self, outputs: Array) -> Array:
         return self._norm(outputs, self.weights.norm) if self.spec.norm_output else outputs
 
-    def logits(self, outputs: Array) -> Array:
+    def own_rows(self, outputs: Array) -> tuple[Array, Array | None]:
         rows, ids = self.weights.output.multiply(self._norm(outputs, self.weights.norm)), self.weights.ids
+        return (rows[:, : self.target.info.vocab_size], None) if ids is None else (rows, ids)
+
+    def logits(self, outputs: Array) -> Array:
+        rows, ids = self.own_rows(outputs)
         if ids is None:
-            return rows[:, : self.target.info.vocab_size]
+            return rows
         whole = np.full((len(rows), self.target.info.vocab_size), -np.inf, dtype=np.float32)
         whole[:, ids] = rows
         return whole

@@ -26,6 +26,8 @@ from outrider.draft.rolling import fill
 from outrider.errors import ConfigError, MissingPackageError
 from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import HeadFile, open_head
+from outrider.sampling.branch import OwnRows
+from outrider.sampling.warp import changes_logits
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once, as long prompts are
@@ -86,7 +88,8 @@ class EagleDrafter:
             return drafts
         if self._grow(jobs, rooms, feeds, trees, drafts):
             return drafts
-        drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
+        look = None if self.head.own_rows is None or not all(map(_is_ranked_plainly, jobs)) else self._look
+        drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts, look=look)
         for job in jobs:
             if job.id in self.seats:
                 self.seats[job.id].guesses = None
@@ -244,6 +247,17 @@ class EagleDrafter:
 
     def _read(self, sprouts: Sequence[Sprout]) -> Array:
         """One row per tip: after what is pending, or after guesses. [tips, V]"""
+        return self.head.logits(self._outputs(sprouts))
+
+    def _look(self, sprouts: Sequence[Sprout]) -> OwnRows:
+        """The same, where the likeliest children are all that is wanted."""
+        assert self.head.own_rows is not None
+        warps = [_warp(sprout.job) for sprout in sprouts for _ in sprout.tips]
+        rows, ids = self.head.own_rows(self._outputs(sprouts))
+        return OwnRows(rows, warps, ids)
+
+    def _outputs(self, sprouts: Sequence[Sprout]) -> Array:
+        """The head's outputs for each tip. [tips, width]"""
         begun = [sprout for sprout in sprouts if sprout.tips != [-1]]
         fresh = [sprout for sprout in sprouts if sprout.tips == [-1]]
         outputs: dict[int, Array] = {}
@@ -255,7 +269,7 @@ class EagleDrafter:
         for sprout in sprouts:
             seat, again = self.seats[sprout.job.id], self.head.again(outputs[id(sprout)])
             seat.guesses = again if seat.guesses is None else self.head.join([seat.guesses, again])
-        return self.head.logits(self.head.join([outputs[id(sprout)] for sprout in sprouts]))
+        return self.head.join([outputs[id(sprout)] for sprout in sprouts])
 
     def _guess(self, sprouts: Sequence[Sprout]) -> dict[int, Array]:
         """One pass over tips: each is a token and what its parent's output was."""
@@ -293,6 +307,17 @@ def _split(rows: Array, counts: Sequence[int]) -> list[Array]:
     """Rows in parts of so many."""
     ends = list(accumulate(counts))
     return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _is_ranked_plainly(job: Job) -> bool:
+    """Whether the likeliest children of its rows are wanted, and temperature and min_p are all that shapes them."""
+    params = job.params
+    if changes_logits(job):
+        return False
+    if params.temperature == 0.0:
+        return True
+    is_whole = not params.top_k and params.top_p >= 1.0 and params.typical_p >= 1.0
+    return job.rule != "coupled" and is_whole  # noise decides there
 
 
 def _warp(job: Job) -> tuple[float, float]:

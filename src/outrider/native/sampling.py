@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.native.library import library
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.ops import Drawn, SamplingOps, remember
-from outrider.sampling.warp import Controls, History, Shaped, adjust, diagnose, shape
+from outrider.sampling.warp import Controls, History, Shaped, adjust, changes_logits, diagnose, shape
 from outrider.types import Array, Drafts, Job, SamplingParams, Scores, Verdicts
 
 # As sampling.cpp has them.
@@ -267,10 +267,7 @@ def _build_settings(jobs: Sequence[Job], is_shaped: bool) -> _Settings:
         address=_address(array),
         weighed=any(weighed),
         streams=np.array([Stream.DRAFT if w else Stream.TARGET for w in weighed], dtype=np.int32),
-        changes_logits=any(
-            p.processors or p.penalised or p.logit_bias or p.banned or job.grammar is not None or job.min_length
-            for job, p in zip(jobs, params, strict=True)
-        ),
+        changes_logits=any(map(changes_logits, jobs)),
         is_typical=any(p.temperature and p.typical_p < 1.0 for p in params),
     )
 
