@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from outrider.kv.pages import Pages
 from outrider.models.gguf import GGUFFile
 from outrider.models.heads import open_head
 from outrider.native.library import library, why_not
-from outrider.types import Drafts
+from outrider.types import Drafts, Request, SamplingParams
 
 from tiny import save_gguf, tiny
 from tiny_heads import EAGLE3, save_head
@@ -239,6 +240,7 @@ def proposals_of(engine: Engine, drafter: EagleDrafter, **asked: Any) -> tuple[l
         {"temperature": 0.0},
         {"temperature": 0.8, "accept": "coupled", "seed": 3},
         {"temperature": 0.9, "accept": "coupled", "seed": 4, "top_k": 9, "min_p": 0.01},
+        {"temperature": 0.9, "accept": "rejection", "seed": 5},
     ],
 )
 def test_rolled_chains_are_those_that_are_looked_at(
@@ -256,9 +258,32 @@ def test_rolled_chains_are_those_that_are_looked_at(
         if not rolls:
             drafter._roller = None
         answers, drafted = proposals_of(Engine.load(target, draft=drafter), drafter, width=4, **asked)
-        assert answers == [result.token_ids for result in plain]
-        found.append(drafted)
-    assert len(found[0]) > 5 and found[0] == found[1]
+        if sampling.get("accept") != "rejection":
+            assert answers == [result.token_ids for result in plain]
+        found.append((answers, drafted))
+    assert len(found[0][1]) > 5 and found[0] == found[1]
+
+
+@pytest.mark.parametrize("rolls", [True, False])
+def test_requests_of_every_kind_in_one_batch(rolls: bool, model: Any, path: Path, tmp_path: Path) -> None:
+    """Weighed rows beside certain ones, chains of different lengths; the same with and without rolling."""
+    head_folder(tmp_path, "trained", model)
+    target = native(path)
+    drafter = EagleDrafter.load(tmp_path, target)
+    if not rolls:
+        drafter._roller = None
+    kinds = [(0.9, "rejection", 4, 12), (0.8, "coupled", 2, 9), (0.0, "auto", 3, 10)]
+    requests = [
+        Request(
+            prompt=prompt, max_tokens=most, width=width, sampling=SamplingParams(temperature=warm, seed=4, accept=rule)
+        )
+        for prompt, (warm, rule, width, most) in zip(PROMPTS, kinds, strict=True)
+    ]
+    results = Engine.load(target, draft=drafter).generate(requests)
+    plain = Engine.load(native(path))
+    alone = [plain.generate(replace(request, width=None)) for request in requests]
+    assert [one.token_ids for one in results[1:]] == [one.token_ids for one in alone[1:]]
+    assert all(one.statistics.drafted > 3 for one in results)
 
 
 @pytest.mark.parametrize("layout", ["trained", "eagle3_forge"])
@@ -281,7 +306,7 @@ def test_trees_of_its_own_tokens_are_those_of_whole_rows(
     assert len(found[0][1]) > 5 and found[0] == found[1]
 
 
-@pytest.mark.parametrize("asked", [{"temperature": 0.8, "accept": "rejection", "seed": 1}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("asked", [{"temperature": 0.8, "typical_p": 0.9, "seed": 1}, {"repetition_penalty": 1.2}])
 def test_what_cannot_roll_is_looked_at(
     asked: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

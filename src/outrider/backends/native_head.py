@@ -141,6 +141,7 @@ class NativeHead(Edges):
             lengths=address_of(drawing.lengths),
             streams=address_of(drawing.streams),
             drawn=address_of(drawing.drawn),
+            probs=address_of(drawing.probs(self.target.info.vocab_size)),
         )
         return roll(self._model, Pass(num_wanted=len(wanted), **arguments), chains)
 

@@ -73,7 +73,7 @@ Roll: Any = _structure(
     "Roll",
     {
         **_fields(_int, "num_chains", "steps", "vocab_size", "hidden_layer"),
-        **_fields(_pointer, "ids", "jobs", "lengths", "streams", "drawn"),
+        **_fields(_pointer, "ids", "jobs", "lengths", "streams", "drawn", "probs"),
     },
 )
 

@@ -79,14 +79,16 @@ class Chains {
         const SamplingJob &job = roll_.jobs[chain];
         const float *row = logits_.data() + int64_t(chain) * model_.num_columns;
         const int position = roll_.lengths[chain] + step, stream = roll_.streams[chain];
-        if (!roll_.ids) return draw_token(job, row, roll_.vocab_size, position, stream);
-        if (job.temperature == 0.0f) {  // the highest of its own tokens is the highest of all
-            const int own = draw_token(job, row, model_.num_columns, position, stream);
+        const int64_t at = (int64_t(chain) * roll_.steps + step) * roll_.vocab_size;
+        float *probs = roll_.probs ? roll_.probs + at : nullptr;
+        if (!roll_.ids) return draw_token(job, row, roll_.vocab_size, position, stream, probs);
+        if (job.temperature == 0.0f && !probs) {  // the highest of its own tokens is the highest of all
+            const int own = draw_token(job, row, model_.num_columns, position, stream, nullptr);
             return own < 0 ? own : roll_.ids[own];
         }
         whole_.assign(size_t(roll_.vocab_size), -INFINITY);  // noise goes by the target's tokens
         for (int own = 0; own < model_.num_columns; own++) whole_[roll_.ids[own]] = row[own];
-        return draw_token(job, whole_.data(), roll_.vocab_size, position, stream);
+        return draw_token(job, whole_.data(), roll_.vocab_size, position, stream, probs);
     }
 
     const Model &model_;

@@ -15,6 +15,7 @@ struct Roll {
     const int32_t *lengths;   // [chains] tokens before the first that is drawn
     const int32_t *streams;   // [chains] the noise to draw with
     int64_t *drawn;           // [chains, steps]
+    float *probs;             // [chains, steps, vocab_size] what each was drawn from (see draw_token); or null
 };
 
 // `first` reads what is known; the rows it wants are the last of each chain, and nothing else is taken from it. There are

@@ -536,6 +536,11 @@ Verdict judge(const SamplingJob &job, int32_t length, int32_t root, const Logits
     return verdict;
 }
 
+void write_one_hot(float *probs, int32_t size, int32_t token) {
+    memset(probs, 0, size * sizeof(float));
+    probs[token] = 1.0f;
+}
+
 }  // namespace
 
 // Judges every job: `lengths` tokens long, its drafts those from node `roots` on.
@@ -553,28 +558,27 @@ EXPORTED void outrider_judge(const float *logits, int64_t stride, int32_t size, 
     }
 }
 
-int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream) {
-    const Row row(job, logits, size);
-    return row.is_usable() ? row.draw(key_of(job, position, stream)) : -1;
+int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream,
+                   float *probs) {
+    Row row(job, logits, size);
+    if (!row.is_usable()) return -1;
+    const int32_t token = row.draw(key_of(job, position, stream));
+    if (probs && !job.is_matching) row.write_probabilities(probs);
+    else if (probs) write_one_hot(probs, size, token);
+    return token;
 }
 
 // Draws a token from every row, each under a job of its own. out [2, rows]: the token, and whether the row was
-// unusable. probs [rows, size] or null: what it was drawn from, one-hot where the job is judged by matching.
+// unusable. probs [rows, size] or null: see `draw_token`.
 EXPORTED void outrider_draw(const float *logits, int64_t stride, int32_t size, const SamplingJob *jobs, int32_t count,
                             const int32_t *positions, const int32_t *streams, float *probs, int64_t *out) {
     for (int32_t index = 0; index < count; index++) {
-        const SamplingJob &job = jobs[index];
-        Row row(job, logits + index * stride, size);
         float *target = probs ? probs + static_cast<int64_t>(index) * size : nullptr;
-        out[index] = row.is_usable() ? row.draw(key_of(job, positions[index], streams[index])) : 0;
-        out[count + index] = !row.is_usable();
-        if (!target) continue;
-        if (row.is_usable() && !job.is_matching) {
-            row.write_probabilities(target);
-        } else {
-            memset(target, 0, size * sizeof(float));
-            target[out[index]] = 1.0f;
-        }
+        const float *row = logits + index * stride;
+        const int32_t token = draw_token(jobs[index], row, size, positions[index], streams[index], target);
+        out[index] = std::max(token, 0);
+        out[count + index] = token < 0;
+        if (target && token < 0) write_one_hot(target, size, 0);
     }
 }
 

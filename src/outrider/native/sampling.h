@@ -14,5 +14,7 @@ struct SamplingJob {
     int32_t is_matching;  // judged by the target's own token, or by rejection
 };
 
-// The token that a job draws from a row at a position; -1 where the row is unusable.
-int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream);
+// The token that a job draws from a row at a position; -1 where the row is unusable. probs [size] or null: what it was
+// drawn from, one-hot where the job is judged by matching.
+int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream,
+                   float *probs);

@@ -102,15 +102,31 @@ class NativeDrawing:
         self._kept = settings  # whose address that is
         self.lengths = np.array(lengths, dtype=np.int32)
         self.drawn = np.zeros((len(lengths), steps), dtype=np.int64)
+        self._probs: Array | None = None
+
+    def probs(self, vocab_size: int) -> Array | None:
+        """Where the rows go that are drawn from; None: nobody will ask for them. [B, steps, V]"""
+        if self._probs is None and self._kept.weighed:
+            self._probs = np.empty((*self.drawn.shape, vocab_size), dtype=np.float32)
+        return self._probs
 
     def step(self, logits: Array) -> Array:
-        positions = self.lengths + np.int32(self._step)
-        self.drawn[:, self._step] = _draw(self._native, logits, self.settings, positions, self.streams, None)[0]
-        self._step += 1
-        return self.drawn[:, self._step - 1]
+        at, self._step = self._step, self._step + 1
+        probs = self.probs(logits.shape[1])
+        rows = None if probs is None else np.empty(logits.shape, dtype=np.float32)
+        positions = self.lengths + np.int32(at)
+        self.drawn[:, at] = _draw(self._native, logits, self.settings, positions, self.streams, rows)[0]
+        if probs is not None:
+            probs[:, at] = rows
+        return self.drawn[:, at]
 
     def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
-        return np.concatenate([tokens[:count] for tokens, count in zip(self.drawn, counts, strict=True)]), None
+        tokens, probs = self.drawn, self._probs
+        if all(count == tokens.shape[1] for count in counts):  # nothing need be copied
+            return tokens.reshape(-1), None if probs is None else probs.reshape(-1, probs.shape[2])
+        parts = list(enumerate(counts))
+        rows = None if probs is None else np.concatenate([probs[index, :count] for index, count in parts])
+        return np.concatenate([tokens[index, :count] for index, count in parts]), rows
 
 
 class NativeSampling(SamplingOps):
@@ -161,9 +177,9 @@ class NativeSampling(SamplingOps):
         return verdicts
 
     def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> NativeDrawing | None:
-        """Of jobs that are judged by matching, as long as nothing but native code shapes their rows."""
+        """As long as nothing but native code shapes their rows."""
         settings = self._settings_of(jobs)
-        if settings.weighed or settings.changes_logits or settings.is_typical or further is not None:
+        if settings.changes_logits or settings.is_typical or further is not None:
             return None
         return NativeDrawing(self._native, settings, [len(job.tokens) for job in jobs], steps)
 
