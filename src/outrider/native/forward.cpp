@@ -112,7 +112,10 @@ class Run {
           few_(few) {}
 
     void all() {
-        pool_.share(rows_, [&](int row) { model_.input_norm ? enter(row) : embed(row, buffers_.x + int64_t(row) * model_.width); });
+        pool_.share(rows_, [&](int row) {
+            if (model_.input_norm) enter(row);
+            else embed(row, buffers_.x + int64_t(row) * model_.width);
+        });
         hand_out(0);
         for (int layer = 0; layer < pass_.num_layers; layer++) {
             run_layer(layer);

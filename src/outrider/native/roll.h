@@ -18,6 +18,6 @@ struct Roll {
     float *probs;             // [chains, steps, vocab_size] what each was drawn from (see draw_token); or null
 };
 
-// `first` reads what is known; the rows it wants are the last of each chain, and nothing else is taken from it. There are
-// pages for all that follows, but for the last token, which is not fed. False: a row was unusable, the rest is not drawn.
+// `first` reads what is known; the rows it wants are the last of each chain, and nothing else is taken from it. There
+// are pages for all that follows but the last token, which is not fed. False: a row was unusable, the rest is not drawn.
 bool roll_on(const Model &model, const Pass &first, const Roll &roll, const Kernels &kernels);
