@@ -102,7 +102,9 @@ class NativeHead(Edges):
         return np.empty((0, self.spec.layer.width), dtype=np.float32)
 
     def pick(self, states: Mapping[int, Array], rows: Sequence[int]) -> list[Array]:
-        return [states[layer][rows] for layer in self.hidden]
+        is_run = rows[-1] - rows[0] == len(rows) - 1  # they come in order, most often without a gap
+        at = slice(rows[0], rows[-1] + 1) if is_run else rows
+        return [states[layer][at] for layer in self.hidden]
 
     def fuse(self, features: Sequence[Array]) -> Array:
         weights = self.weights

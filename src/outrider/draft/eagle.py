@@ -152,7 +152,7 @@ class EagleDrafter:
         fused = self.head.fuse(self.head.pick(scores.hidden, [row for kept in mine for row in kept.rows]))
         for kept, fresh in zip(mine, _split(fused, [len(kept.rows) for kept in mine]), strict=True):
             seat = self.seats[kept.job.id]
-            seat.pending = self.head.join([seat.pending, fresh])
+            seat.pending = self.head.join([seat.pending, fresh]) if len(seat.pending) else fresh
             self.head.keep_edges(seat.slot, kept.start, fresh)
             self._report(seat)
         long = [kept.job for kept in mine if len(self.seats[kept.job.id].pending) > MOST_PENDING]
@@ -236,13 +236,15 @@ class EagleDrafter:
             for job, seat, count in zip(jobs, seats, counts, strict=True)
             for token in job.tokens[seat.read + 1 : seat.read + 1 + count]
         ]
-        hidden = self.head.join([seat.pending[:count] for seat, count in zip(seats, counts, strict=True)])
+        parts = [seat.pending[:count] for seat, count in zip(seats, counts, strict=True)]
+        hidden = parts[0] if len(parts) == 1 else self.head.join(parts)
         firsts, starts = [seat.first for seat in seats], [seat.read for seat in seats]
         return Entries([seat.slot for seat in seats], firsts, starts, counts, tokens, hidden)
 
     def _has_read(self, seat: Seat, count: int) -> None:
         seat.read += count
-        seat.pending = self.head.join([seat.pending[count:]])
+        left = seat.pending[count:]
+        seat.pending = self.head.join([left]) if len(left) else self.head.nothing()  # the rest need not stay
         self._report(seat)
 
     def _read(self, sprouts: Sequence[Sprout]) -> Array:

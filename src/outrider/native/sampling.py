@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import OutriderError
+from outrider.native.binding import address
 from outrider.native.library import library
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.ops import Drawn, SamplingOps, remember
@@ -88,7 +89,7 @@ class NativeNoise(Noise):
         jobs["is_matching"] = 1
         streams = np.empty(x.shape[0], dtype=np.int32)
         streams[...] = stream
-        return _draw(self._native, x, _address(jobs), positions, streams, None)[0]
+        return _draw(self._native, x, address(jobs), positions, streams, None)[0]
 
 
 class NativeDrawing:
@@ -149,17 +150,17 @@ class NativeSampling(SamplingOps):
         probs = None if drafts.probs is None else _plain(drafts.probs)
         out = np.empty((4, num_jobs), dtype=np.int64)
         self._native.outrider_judge(
-            _address(x),
+            address(x),
             x.strides[0] // 4,
             x.shape[1],
             settings.address,
             num_jobs,
-            _address(lengths),
+            address(lengths),
             *nodes.addresses,
-            _address(tokens),
-            None if probs is None else _address(probs),
+            address(tokens),
+            None if probs is None else address(probs),
             0 if probs is None else probs.strides[0] // 4,
-            _address(out),
+            address(out),
         )
         verdicts = Verdicts(out[0], out[1])
         ends, unusable = out[2:].tolist()
@@ -200,13 +201,13 @@ class NativeSampling(SamplingOps):
         x, settings = self._prepare(jobs, [1] * len(jobs), logits, history, faults)
         shaped, unusable = np.empty(x.shape, dtype=np.float32), np.empty(len(jobs), dtype=np.int64)
         self._native.outrider_shape(
-            _address(x),
+            address(x),
             x.strides[0] // 4,
             x.shape[1],
             settings.address,
             len(jobs),
-            _address(shaped),
-            _address(unusable),
+            address(shaped),
+            address(unusable),
         )
         for row in np.flatnonzero(unusable).tolist():
             faults.setdefault(row, diagnose(np, logits[row, :], x[row, :]))
@@ -257,15 +258,15 @@ def _draw(
     x, positions = _plain(x), np.ascontiguousarray(positions, dtype=np.int32)
     out = np.empty((2, x.shape[0]), dtype=np.int64)
     native.outrider_draw(
-        _address(x),
+        address(x),
         x.strides[0] // 4,
         x.shape[1],
         settings,
         x.shape[0],
-        _address(positions),
-        _address(streams),
-        None if probs is None else _address(probs),
-        _address(out),
+        address(positions),
+        address(streams),
+        None if probs is None else address(probs),
+        address(out),
     )
     return out[0], out[1]
 
@@ -280,7 +281,7 @@ def _build_settings(jobs: Sequence[Job], is_shaped: bool) -> _Settings:
     array = np.array(entries, dtype=_JOB)
     return _Settings(
         jobs=array,
-        address=_address(array),
+        address=address(array),
         weighed=any(weighed),
         streams=np.array([Stream.DRAFT if w else Stream.TARGET for w in weighed], dtype=np.int32),
         changes_logits=any(map(changes_logits, jobs)),
@@ -334,7 +335,7 @@ def _build_nodes(drafts: Drafts, rows: Sequence[int]) -> _Nodes:
         first_draft += num_drafts
     nodes = np.array([tuple(entry) for entry in entries], dtype=_NODE)
     starts = np.array(roots, dtype=np.int32)
-    return _Nodes(nodes, starts, (_address(starts), _address(nodes)), [entry[0] for entry in entries], parents)
+    return _Nodes(nodes, starts, (address(starts), address(nodes)), [entry[0] for entry in entries], parents)
 
 
 def _plain(x: Array) -> Array:
@@ -342,9 +343,3 @@ def _plain(x: Array) -> Array:
     if x.dtype == np.float32 and x.strides[1] == 4 and x.strides[0] % 4 == 0:
         return x
     return np.ascontiguousarray(x, dtype=np.float32)
-
-
-def _address(array: Array) -> int:
-    if array.flags.carray and array.size:  # a third of the time of asking numpy
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    return int(array.ctypes.data)
