@@ -22,6 +22,7 @@ from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries
 from outrider.backends.native import NativeBackend
 from outrider.backends.native_head import NativeHead
+from outrider.config import SchedulerConfig
 from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
 from outrider.engine.engine import Engine
@@ -30,6 +31,7 @@ from outrider.kv.pages import Pages
 from outrider.models.gguf import GGUFFile
 from outrider.models.heads import open_head
 from outrider.native.library import library, why_not
+from outrider.sched import policies
 from outrider.types import Drafts, Request, SamplingParams
 
 from tiny import save_gguf, tiny
@@ -284,6 +286,44 @@ def test_requests_of_every_kind_in_one_batch(rolls: bool, model: Any, path: Path
     alone = [plain.generate(replace(request, width=None)) for request in requests]
     assert [one.token_ids for one in results[1:]] == [one.token_ids for one in alone[1:]]
     assert all(one.statistics.drafted > 3 for one in results)
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize("shape", [{"width": 4}, {"width": 8, "tree": True}])
+def test_requests_that_give_way(
+    preempt: Any, shape: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pages run out, requests are put aside and come back."""
+    monkeypatch.setattr(policies, "HEADROOM", 2)
+    head_folder(tmp_path, "trained", model)
+    target = NativeBackend(GGUFFile(path), Pages(12, 4), threads=1)
+    scheduling = SchedulerConfig(preempt=preempt)
+    engine = Engine.load(target, draft=EagleDrafter.load(tmp_path, target), scheduling=scheduling)
+    prompts = [[place, 1, 2, place] for place in range(4)]
+    asked = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    results = engine.generate(prompts, **asked, **shape)
+    plain = Engine.load(native(path)).generate(prompts, **asked)
+    assert [one.token_ids for one in results] == [one.token_ids for one in plain]
+    assert engine.statistics.preemptions > 0 and all(one.statistics.drafted > 5 for one in results)
+
+
+def test_requests_that_outlive_their_engine(model: Any, path: Path, tmp_path: Path) -> None:
+    head_folder(tmp_path / "head", "trained", model)
+    asked = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    plain = Engine.load(native(path)).generate(PROMPTS, **asked)
+    engines = []
+    for _ in range(2):
+        target = native(path)
+        engines.append(Engine.load(target, draft=EagleDrafter.load(tmp_path / "head", target)))
+    handles = [engines[0].stream(prompt, width=3, **asked) for prompt in PROMPTS]
+    for _ in range(4):
+        engines[0].step()
+    assert engines[0].snapshot(tmp_path / "state") == len(handles)
+    streams = engines[1].resume(tmp_path / "state")
+    for stream in streams:
+        for _ in stream:
+            pass
+    assert [stream.result.token_ids for stream in streams] == [one.token_ids for one in plain]
 
 
 @pytest.mark.parametrize("layout", ["trained", "eagle3_forge"])
