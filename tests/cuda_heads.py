@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from outrider.backends.base import Spans
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
+from outrider.backends.head_base import Entries
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.transformer import TransformerBackend
 from outrider.draft.eagle import EagleDrafter

@@ -74,4 +74,4 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     for twin in (choose, spread, rule):
         monkeypatch.setattr(sampling, twin.__name__, twin)
     monkeypatch.setattr("outrider.backends.cuda.passes.array_of", lambda tensor: tensor)
-    monkeypatch.setattr("outrider.draft.eagle.array_of", lambda tensor: tensor)
+    monkeypatch.setattr("outrider.backends.eagle_head.array_of", lambda tensor: tensor)

@@ -24,7 +24,7 @@ from outrider.native.library import FOLDER, library
 
 from native_models import BY_BLOCK, BY_SUPER, Shape, Truth, Walk, save_model, stored
 
-TESTS = ("test_native_kernels.py", "test_native_sampling.py", "test_native.py")
+TESTS = ("test_native_kernels.py", "test_native_sampling.py", "test_native.py", "test_native_head.py")
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1", "-fno-omit-frame-pointer")
 NUM_MODELS = 200
 

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from outrider.backends.base import Spans
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
 from outrider.backends.forward import run_layers
+from outrider.backends.head_base import Entries
 from outrider.backends.medusa_head import MedusaHead
+from outrider.backends.native import NativeBackend
+from outrider.backends.native_head import NativeHead
 from outrider.backends.transformer import TransformerBackend
 from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
@@ -29,8 +32,10 @@ from outrider.draft.ranked import grow_heads
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.kv.pages import Pages
+from outrider.models.gguf import GGUFFile
 from outrider.models.heads import open_head
 from outrider.models.opening import open_model
+from outrider.native.library import why_not
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Drafts, Request, Result, SamplingParams
 
@@ -64,8 +69,24 @@ def target_path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_folder(model, tmp_path_factory.mktemp("target"))
 
 
-def target_at(path: Path, num_pages: int = 64) -> TransformerBackend:
+def target_at(path: Path, num_pages: int = 64) -> Any:
+    if path.suffix == ".gguf":
+        return NativeBackend(GGUFFile(path), Pages(num_pages, 4), threads=1)
     return TransformerBackend(open_model(path), Pages(num_pages, 4))
+
+
+@pytest.fixture(scope="module")
+def native_path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if why_not() is not None:
+        pytest.skip(f"{why_not()}")
+    return tiny.save_gguf(model, tmp_path_factory.mktemp("native") / "target.gguf")
+
+
+@pytest.fixture(params=["torch", "native"])
+def any_path(request: pytest.FixtureRequest) -> Path:
+    """A target whose EAGLE-3 heads torch computes, or native code."""
+    found: Path = request.getfixturevalue("target_path" if request.param == "torch" else "native_path")
+    return found
 
 
 def bigrams(model: Any, noise: float) -> torch.Tensor:
@@ -98,6 +119,31 @@ class AgreeingEagle(EagleHead):
         return self.table[outputs[:, 0].round().long()]
 
 
+class AgreeingNative(NativeHead):
+    """The same on the native backend, where it would roll if it could be heard."""
+
+    def __init__(self, path: Path, target: NativeBackend, table: torch.Tensor) -> None:
+        super().__init__(open_head(path), target)
+        self.table = table.numpy()
+        self.sizes: list[list[int]] = []
+
+    def roller(self) -> None:  # type: ignore[override]
+        return None
+
+    def read(self, entries: Entries) -> np.ndarray:
+        self.sizes.append(entries.counts)
+        outputs = super().read(entries)
+        outputs[:, 0] = entries.tokens
+        return outputs
+
+    def again(self, outputs: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(outputs)
+
+    def own_rows(self, outputs: np.ndarray) -> tuple[np.ndarray, None]:
+        assert np.isfinite(outputs).all(), "it attended to what nobody wrote"
+        return self.table[np.rint(outputs[:, 0]).astype(int)], None
+
+
 class AgreeingMedusa(MedusaHead):
     """Guesses with a table, from the token whose hidden state it is given."""
 
@@ -116,11 +162,20 @@ class AgreeingMedusa(MedusaHead):
         return torch.stack(rows, dim=1)
 
 
-def hidden_states(target: TransformerBackend, tokens: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
+def pass_states(target: Any, tokens: Sequence[int], layers: Sequence[int]) -> Any:
     slot = target.open([], len(tokens) + 1)
     states = target.score(Spans([slot], [0], [len(tokens)], [1], np.array(tokens)), hidden=layers).hidden
     target.close(slot)
+    return states
+
+
+def hidden_states(target: TransformerBackend, tokens: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
+    states = pass_states(target, tokens, layers)
     return [torch.as_tensor(states[layer]) for layer in layers]
+
+
+def close(ours: Any, wanted: Any) -> bool:
+    return torch.allclose(torch.as_tensor(ours), torch.as_tensor(wanted), atol=1e-4)
 
 
 class Watch:
@@ -130,8 +185,9 @@ class Watch:
         self, model: Any, target_path: Path, path: Path, noise: float = 2.0, num_pages: int = 64, **settings: Any
     ) -> None:
         self.target, self.fresh_target = target_at(target_path, num_pages), target_at(target_path)
-        self.head = AgreeingEagle(path, self.target, bigrams(model, noise))
-        self.fresh = EagleHead(open_head(path), self.fresh_target)
+        is_native = isinstance(self.target, NativeBackend)
+        self.head: Any = (AgreeingNative if is_native else AgreeingEagle)(path, self.target, bigrams(model, noise))
+        self.fresh: Any = (NativeHead if is_native else EagleHead)(open_head(path), self.fresh_target)
         self.drafter = EagleDrafter(self.head)
         self.engine = Engine.load(self.target, draft=self.drafter, **settings)
         self.num_checked = 0
@@ -157,8 +213,9 @@ class Watch:
         assert seat.seen == job.cached == pages.length(seat.slot, 0)
         reported = pages.length(seat.slot, number)
         assert reported == (0 if seat.gap else min(seat.read + 1, seat.seen))
-        fused = self.fresh.fuse(hidden_states(self.fresh_target, job.tokens[: job.cached], self.head.hidden))
-        assert torch.allclose(seat.pending, fused[seat.read :], atol=1e-4)
+        states = pass_states(self.fresh_target, job.tokens[: job.cached], self.head.hidden)
+        fused = self.fresh.fuse(self.fresh.pick(states, range(job.cached)))
+        assert close(seat.pending, fused[seat.read :])
         count = seat.read - seat.first
         slot = self.fresh_target.open([], job.cached + 2)
         if count:
@@ -171,11 +228,11 @@ class Watch:
             ]
             # Positions may differ by a shift when it did not begin at the beginning; keys then do, values never.
             size = held[0].shape[2] // 2
-            assert torch.allclose(held[0][..., size:], held[1][..., size:], atol=1e-4)
-            assert torch.allclose(held[0], held[1], atol=1e-4)
+            assert close(held[0][..., size:], held[1][..., size:])
+            assert close(held[0], held[1])
         self.fresh_target.close(slot)
         for position in range(pages.page_size - 1, seat.seen if not seat.gap else 0, pages.page_size):
-            assert torch.allclose(self.head.edge(seat.slot, position)[0], fused[position], atol=1e-4)
+            assert close(self.head.edge(seat.slot, position)[0], fused[position])
 
 
 def plain(target_path: Path, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
@@ -194,13 +251,21 @@ def ids(results: Sequence[Result]) -> list[list[int]]:
         ("eagle_deep", {"width": 9, "tree": True}),
         ("eagle3", {"width": 9, "tree": True}),
         ("eagle3_norms", {"width": 3}),
+        ("native:eagle3_deep", {"width": 9, "tree": True}),
+        ("native:eagle3_norms", {"width": 3}),
     ],
 )
 def test_entries_are_those_of_a_fresh_head(
-    layout: str, shape: dict[str, Any], model: Any, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    shape: dict[str, Any],
+    model: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    target_path = request.getfixturevalue("native_path" if layout.startswith("native:") else "target_path")
     monkeypatch.setattr(eagle, "MOST_PENDING", 4)
-    save_head(tmp_path, layout, model)
+    save_head(tmp_path, layout.removeprefix("native:"), model)
     watch = Watch(model, target_path, tmp_path, prefill_chunk=6)
     results = watch.engine.generate(PROMPTS, max_tokens=16, temperature=0.0, **shape)
     assert ids(results) == plain(target_path, PROMPTS, max_tokens=16, temperature=0.0)
@@ -238,9 +303,9 @@ def test_guesses_are_those_of_the_reference(
         assert torch.allclose(row, wanted, atol=1e-3 * float(wanted.nan_to_num(neginf=0.0).abs().max()))
 
 
-def test_a_round_reads_what_was_kept_and_one_more(model: Any, target_path: Path, tmp_path: Path) -> None:
+def test_a_round_reads_what_was_kept_and_one_more(model: Any, any_path: Path, tmp_path: Path) -> None:
     save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, target_path, tmp_path)
+    watch = Watch(model, any_path, tmp_path)
     rounds: list[tuple[int, int]] = []
     step = watch.engine.step
 
@@ -262,21 +327,21 @@ def test_a_round_reads_what_was_kept_and_one_more(model: Any, target_path: Path,
 @pytest.mark.parametrize("sampling", [{"accept": "coupled"}, {"accept": "rejection"}])
 @pytest.mark.parametrize("shape", [{"width": 4}, {"width": 8, "tree": True}])
 def test_sampled_answers(
-    sampling: dict[str, Any], shape: dict[str, Any], model: Any, target_path: Path, tmp_path: Path
+    sampling: dict[str, Any], shape: dict[str, Any], model: Any, any_path: Path, tmp_path: Path
 ) -> None:
     save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, target_path, tmp_path, noise=1.0)
+    watch = Watch(model, any_path, tmp_path, noise=1.0)
     settings = {"max_tokens": 14, "temperature": 0.7, "seed": 3, **sampling}
     results = watch.engine.generate(PROMPTS, **settings, **shape)
     if sampling["accept"] == "coupled":
-        assert ids(results) == plain(target_path, PROMPTS, **settings)
+        assert ids(results) == plain(any_path, PROMPTS, **settings)
     assert sum(result.statistics.accepted for result in results) > 10
 
 
-def test_a_prefix_hit_is_one_for_the_head(model: Any, target_path: Path, tmp_path: Path) -> None:
+def test_a_prefix_hit_is_one_for_the_head(model: Any, any_path: Path, tmp_path: Path) -> None:
     """The second request begins where the first was read to, and the hidden state at that edge was kept."""
     save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, target_path, tmp_path)
+    watch = Watch(model, any_path, tmp_path)
     prompt = PROMPTS[0] + PROMPTS[0]
     settings = {"max_tokens": 12, "temperature": 0.0, "width": 4}
     first = watch.engine.generate(prompt, **settings)
@@ -285,19 +350,19 @@ def test_a_prefix_hit_is_one_for_the_head(model: Any, target_path: Path, tmp_pat
     second = watch.engine.generate(longer, **settings)
     assert watch.head.sizes[0] == [4], "the entry at the edge, and three of its own"
     assert not second.statistics.fallbacks
-    assert [first.token_ids, second.token_ids] == plain(target_path, [prompt, longer], max_tokens=12, temperature=0.0)
+    assert [first.token_ids, second.token_ids] == plain(any_path, [prompt, longer], max_tokens=12, temperature=0.0)
 
 
-def test_what_the_head_has_not_read_is_said(model: Any, target_path: Path, tmp_path: Path) -> None:
-    save_head(tmp_path, "eagle", model)
-    watch = Watch(model, target_path, tmp_path)
+def test_what_the_head_has_not_read_is_said(model: Any, any_path: Path, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle3", model)
+    watch = Watch(model, any_path, tmp_path)
     prompt = PROMPTS[0]
     settings = {"max_tokens": 16, "temperature": 0.0}
     watch.engine.generate(prompt, method="none", **settings)
     result = watch.engine.generate(prompt, width=4, **settings)
     assert result.statistics.fallbacks["the head has not read the beginning that the target remembered"] == 1
     assert result.statistics.accepted > 3 and watch.num_checked > 2
-    assert [result.token_ids] == plain(target_path, [prompt], **settings)
+    assert [result.token_ids] == plain(any_path, [prompt], **settings)
     again = watch.engine.generate(prompt, width=4, **settings)  # nobody was told that the head held those pages
     assert again.statistics.fallbacks["the head has not read the beginning that the target remembered"] == 1
 
@@ -307,31 +372,31 @@ def shorten(path: Path, context: int) -> None:
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
 
 
-def test_past_the_heads_context(model: Any, target_path: Path, tmp_path: Path) -> None:
-    save_head(tmp_path, "eagle", model)
+def test_past_the_heads_context(model: Any, any_path: Path, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle3", model)
     shorten(tmp_path, 20)
-    watch = Watch(model, target_path, tmp_path)
+    watch = Watch(model, any_path, tmp_path)
     settings = {"max_tokens": 24, "temperature": 0.0}
     results = watch.engine.generate([PROMPTS[0], PROMPTS[0] * 2], width=4, **settings)
-    assert ids(results) == plain(target_path, [PROMPTS[0], PROMPTS[0] * 2], **settings)
+    assert ids(results) == plain(any_path, [PROMPTS[0], PROMPTS[0] * 2], **settings)
     first, second = (result.statistics.fallbacks for result in results)
     assert first["the answer comes to the end of the head's context of 20 tokens"] >= 1
     assert first["the answer is past the head's context of 20 tokens"] > 5
     assert second.keys() == {"the answer is past the head's context of 20 tokens"}
 
 
-def test_a_pool_that_is_just_large_enough(model: Any, target_path: Path, tmp_path: Path) -> None:
+def test_a_pool_that_is_just_large_enough(model: Any, any_path: Path, tmp_path: Path) -> None:
     save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, target_path, tmp_path, num_pages=8)
+    watch = Watch(model, any_path, tmp_path, num_pages=8)
     settings = {"max_tokens": 20, "temperature": 0.0}
     result = watch.engine.generate(PROMPTS[0], width=8, tree=True, **settings)
-    assert [result.token_ids] == plain(target_path, [PROMPTS[0]], **settings)
+    assert [result.token_ids] == plain(any_path, [PROMPTS[0]], **settings)
     assert result.statistics.accepted > 5
 
 
-def test_chains_and_trees_in_one_batch(model: Any, target_path: Path, tmp_path: Path) -> None:
+def test_chains_and_trees_in_one_batch(model: Any, any_path: Path, tmp_path: Path) -> None:
     save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, target_path, tmp_path, noise=1.0)
+    watch = Watch(model, any_path, tmp_path, noise=1.0)
     requests = [
         Request(
             prompt=prompt,
@@ -349,7 +414,7 @@ def test_chains_and_trees_in_one_batch(model: Any, target_path: Path, tmp_path: 
     ]
     results = watch.engine.generate(requests)
     assert all(result.statistics.accepted > 2 for result in results)
-    assert results[3].token_ids == plain(target_path, [[4, 4]], max_tokens=16, temperature=0.0)[0]
+    assert results[3].token_ids == plain(any_path, [[4, 4]], max_tokens=16, temperature=0.0)[0]
 
 
 @pytest.mark.parametrize("shape", [{"width": 6}, {"width": 9, "tree": True}])

@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from outrider.backends.base import Spans
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
+from outrider.backends.head_base import Entries
 from outrider.backends.heads import DraftVocabulary
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.transformer import TransformerBackend
@@ -193,7 +194,24 @@ def test_eagle_files_are_read_back(layout: str, model: Any, tmp_path: Path) -> N
     expected = {name: value for theirs, value in weights.items() if (name := ours(theirs)) is not None}
     assert file.shapes == {name: tuple(value.shape) for name, value in expected.items()}
     assert all(torch.equal(file.read(name), value) for name, value in expected.items())
+    for name, value in expected.items():
+        numbers = file.numbers(name)
+        assert numbers.dtype == (np.float32 if value.is_floating_point() else np.int64)
+        assert np.array_equal(numbers, value.numpy())
     assert file.name == tmp_path.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_of_other_precisions(dtype: torch.dtype, model: Any, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle3_speculators", model)
+    weights = load_file(tmp_path / "model.safetensors")
+    chosen = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    save_file(chosen, tmp_path / "model.safetensors")
+    file = open_head(tmp_path)
+    assert np.array_equal(file.numbers("fc.weight"), chosen["fc.weight"].float().numpy())
+    assert np.array_equal(file.numbers("d2t"), chosen["d2t"].numpy())
+    with pytest.raises(ModelFileError, match="the head has no tensor nothing"):
+        file.numbers("nothing")
 
 
 @pytest.mark.parametrize("layout", MEDUSA)

@@ -32,7 +32,7 @@ from outrider.types import Result
 
 from native_models import BY_BLOCK, BY_SUPER, Shape, Truth, Walk, all_shapes, save_model
 from tiny import save_gguf, tiny
-from tiny_heads import save_head
+from tiny_heads import EAGLE3, save_head
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"), pytest.mark.usefixtures("one_thread")]
 
@@ -242,7 +242,7 @@ def test_a_draft_of_its_own_pages_and_of_another_backend(folder: Path) -> None:
 # --- heads
 
 
-HEADS = ("medusa_second", "vllm_reduced", "eagle", "eagle_biased", "eagle3", "eagle3_norms")
+HEADS = ("medusa_second", "vllm_reduced", "eagle", "eagle_biased", *EAGLE3)
 
 
 @pytest.mark.parametrize("layout", HEADS)

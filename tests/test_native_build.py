@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from outrider.config import ModelConfig
-from outrider.engine import loading, runner
+from outrider.engine import runner
 from outrider.engine.engine import Engine
 from outrider.engine.runner import choose, device_name, may_have_cuda
 from outrider.errors import ConfigError, MissingPackageError, NativeMissingError
@@ -296,8 +296,9 @@ def test_without_the_library_torch_runs_and_it_is_said_once(
         Engine.load(files["folder"].path)
     with pytest.raises(MissingPackageError, match="the device cuda needs torch"):
         Engine.load(path, device="cuda")
-    with pytest.raises(MissingPackageError, match="a draft head needs torch"):
-        loading.fetch_head("/no/head")
+    monkeypatch.setattr(runner, "why_not", lambda: None)
+    with pytest.raises(MissingPackageError, match="a Medusa head needs torch; install it with pip install"):
+        Engine.load(path, draft="medusa:/no/head", context=64)
 
 
 def test_looking_for_cuda_imports_torch_only_where_there_may_be_some(

@@ -59,6 +59,20 @@ def test_the_files_own_values(isa: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*BY_BLOCK, *BY_SUPER, *PLAIN])
+def test_some_rows_of_a_matrix(isa: str, kind: str) -> None:
+    """In any order, and with the bits of the whole."""
+    from outrider.native.binding import Packed
+
+    raw, values = stored(kind, rows=37, columns=512)
+    packed, chosen = Packed(kind, raw, 37, 512), np.array([36, 0, 17, 18, 3, 35, 1])
+    taken = packed.take(chosen)
+    assert taken.matrix.rows == 7 and taken.is_sound
+    assert np.array_equal(taken.rows(np.arange(7)), values[chosen])
+    x = np.random.default_rng(1).normal(size=(3, 512)).astype(np.float32)
+    assert np.array_equal(taken.multiply(x), packed.multiply(x)[:, chosen])
+
+
+@pytest.mark.parametrize("kind", [*BY_BLOCK, *BY_SUPER, *PLAIN])
 def test_products(isa: str, kind: str) -> None:
     from outrider.native.binding import Packed
 

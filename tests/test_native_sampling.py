@@ -77,6 +77,25 @@ def test_drafts_and_shaped_rows_are_the_reference_s(native: NativeSampling, sett
     assert children[0].tokens == children[1].tokens and children[0].rows == children[1].rows
 
 
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 2, 0]])
+def test_what_is_drawn_step_by_step(native: NativeSampling, counts: list[int]) -> None:
+    """The tokens and rows of drafts that are drawn one at a time."""
+    logits = np.random.default_rng(2).standard_normal((2, 3, 301)).astype(np.float32) * 3
+    jobs = [job(301, seed=1, accept="rejection"), job(301, seed=2, accept="coupled"), job(301, temperature=0.0)]
+    drawing = native.drawing(jobs, 2)
+    assert drawing is not None
+    first = native.draft(jobs, [[]] * 3, logits[0])
+    assert drawing.step(logits[0]).tolist() == first.tokens.tolist()
+    second = native.draft(jobs, [[token] for token in first.tokens.tolist()], logits[1])
+    assert drawing.step(logits[1]).tolist() == second.tokens.tolist()
+    tokens, probs = drawing.result(counts)
+    wanted = [(one, index) for index, count in enumerate(counts) for one in (first, second)[:count]]
+    assert tokens.tolist() == [int(one.tokens[index]) for one, index in wanted]
+    assert np.array_equal(probs, np.stack([one.probs[index] for one, index in wanted]))
+    assert native.drawing([job(301, typical_p=0.5)], 2) is None
+    assert native.drawing([job(301, repetition_penalty=1.2)], 2) is None
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_row_does_not_depend_on_its_neighbours(native: NativeSampling, settings: dict[str, Any]) -> None:
     """The same bits alone, among others, and in every order."""

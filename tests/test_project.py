@@ -101,7 +101,6 @@ def test_what_runs_without_torch() -> None:
             "bench.gpu_checks",
             "bench.gpu_peers",
             "bench.gpu_rounds",
-            "draft.eagle",
             "draft.medusa",
         )
     ]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from outrider.backends.cuda.backend import GpuBackend
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
+from outrider.backends.head_base import Entries
 from outrider.backends.transformer import TransformerBackend
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, ModelFileError

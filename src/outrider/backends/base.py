@@ -200,8 +200,8 @@ class Measured(Protocol):
 
 
 class HeadHost(Backend, Protocol):
-    """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Heads are torch's, and so are
-    the arrays they give and take, whatever the model itself computes with."""
+    """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Arrays are torch's, whatever
+    the model itself computes with; one that computes heads itself has a `build_head`, too (`backends.native`)."""
 
     @property
     def spec(self) -> TransformerSpec: ...

@@ -1,20 +1,9 @@
-"""EAGLE heads in torch: a small transformer over entries, each a hidden state of the target and the token after it.
-
-    tokens    t0  t1  t2  t3          the target holds t0 t1 t2, t3 is its answer
-    entries   (h0,t1) (h1,t2) (h2,t3) the last one's output guesses t4
-    places     1       2       3      entry i lies where token i + 1 does
-
-So what lies in a page is a function of the tokens up to its end, as it is for the target, and prefix hits hold. The
-entry after a hit needs the hidden state of the hit's last token: that one is kept beside each page (`PageEdges`).
-
-Drafting goes on with entries of the head's own output, behind the true ones; nobody is told of them, and they are
-written over. A tree of them is read level by level (`attention.build_span`).
-"""
+"""EAGLE heads in torch. What entries are and where they lie is told in `head_base.py`; a tree of them is read level by
+level (`attention.build_span`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +13,14 @@ from torch.nn import functional
 from outrider.backends.attention import Span, build_blocks, build_span
 from outrider.backends.base import HeadHost
 from outrider.backends.forward import Block, attend
-from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, output_of, settle_on
-from outrider.backends.torch_common import sent
-from outrider.errors import BackendError
+from outrider.backends.head_base import Edges, Entries, Roller, settle_on
+from outrider.backends.heads import DraftVocabulary, is_embedding, is_output, load, output_of
+from outrider.backends.torch_common import array_of, sent
 from outrider.kv.pages import Page
 from outrider.kv.store import PageStore
 from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import HeadFile
-from outrider.types import Slot
+from outrider.types import Array
 
 
 class PageEdges(PageStore):
@@ -44,22 +33,6 @@ class PageEdges(PageStore):
     def copy_page(self, source: Page, target: Page) -> None:
         super().copy_page(source, target)
         self.edges[target] = self.edges[source]
-
-
-@dataclass(slots=True)
-class Entries:
-    """One pass: each slot reads `counts` entries from `starts` on, which see those from `firsts` on.
-
-    `parents` as in `backends.base.Spans`: entries of a tree, those of earlier passes included.
-    """
-
-    slots: list[Slot]
-    firsts: list[int]
-    starts: list[int]
-    counts: list[int]
-    tokens: list[int]  # [N]
-    hidden: torch.Tensor  # [N, width]
-    parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class _Layer(NamedTuple):
@@ -84,8 +57,10 @@ class _Work(NamedTuple):
     blocks: list[Block]
 
 
-class EagleHead:
-    """The network and what it holds of the target's sequences, under their page ids."""
+class EagleHead(Edges):
+    """`head_base.Head` in torch, where the target keeps its heads."""
+
+    own_rows = None
 
     def __init__(self, file: HeadFile, target: HeadHost) -> None:
         spec = file.spec
@@ -102,6 +77,21 @@ class EagleHead:
         self.number = self.pages.add_store(self.store)
         self._frequencies = np.array(spec.layer.rope.frequencies, dtype=np.float32)
 
+    def roller(self) -> Roller | None:
+        build = getattr(self.target, "roller", None)
+        built: Roller | None = None if build is None else build(self)
+        return built
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts))
+
+    def nothing(self) -> torch.Tensor:
+        return self._fc.new_empty(0, self.spec.layer.width)
+
+    def pick(self, states: Mapping[int, Array], rows: Sequence[int]) -> list[torch.Tensor]:
+        at = sent(rows, np.int64, self.target.device)
+        return [torch.as_tensor(states[layer])[at] for layer in self.hidden]
+
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
         """Hidden states of the target, one tensor for each of `hidden`, as entries take them. [n, width]"""
         with torch.inference_mode():
@@ -117,9 +107,7 @@ class EagleHead:
 
     def read(self, entries: Entries) -> torch.Tensor:
         """Outputs of the entries: what follows their tokens. [N, width]"""
-        for slot, start, count in zip(entries.slots, entries.starts, entries.counts, strict=True):
-            if not self.pages.make_room(slot, start + count + 1):
-                raise BackendError(f"no page is left for slot {slot} ({self.pages.usage}); give the cache more tokens")
+        self._make_room(entries)
         order = sorted(range(len(entries.slots)), key=lambda index: (entries.counts[index], entries.starts[index]))
         spans = [self._span(entries, index) for index in order]
         ends = np.cumsum(entries.counts)
@@ -144,16 +132,8 @@ class EagleHead:
             rows = self.target.unembed(x) if self._output is None else torch.mm(x, self._output).float()
             return self.vocabulary.spread(rows)
 
-    def edge(self, slot: Slot, position: int) -> torch.Tensor:
-        """The fused hidden state of the last token of a page that was read before. [1, width]"""
-        page = self.pages.leases[slot].pages[position // self.pages.page_size]
-        return self.store.edges[page : page + 1]
-
-    def keep_edges(self, slot: Slot, start: int, hidden: torch.Tensor) -> None:
-        """Of these fused hidden states, which stand from `start` on, those at the ends of pages are put aside."""
-        size, pages = self.pages.page_size, self.pages.leases[slot].pages
-        for position in range(start + (-start - 1) % size, start + len(hidden), size):
-            self.store.edges[pages[position // size]] = hidden[position - start]
+    def logits(self, outputs: torch.Tensor) -> Array:
+        return array_of(self.rows(outputs))
 
     def _span(self, entries: Entries, index: int) -> Span:
         first, start, count = entries.firsts[index], entries.starts[index], entries.counts[index]

@@ -1,30 +1,16 @@
-"""What the networks of draft heads share: the model they sit on, and the tokens they choose among."""
+"""What the networks of draft heads in torch share: the model they sit on, and the tokens they choose among."""
 
 from __future__ import annotations
 
 import torch
 
 from outrider.backends.base import HeadHost
-from outrider.errors import ModelFileError
-from outrider.models.head_spec import IDS, OFFSETS
-from outrider.models.heads import HeadFile, Host, check_fit
+from outrider.backends.head_base import draft_ids
+from outrider.models.heads import HeadFile
 
 COMPARED_ROWS = 4096  # of an embedding, at a time: a model that keeps it quantised unpacks them
 COMPARED_COLUMNS = 16  # of an output matrix
 PARTS = 256  # rows of one, turned over, that are computed at a time
-
-
-def settle_on(file: HeadFile, target: HeadHost) -> None:
-    """A ModelFileError if the head was not made for a model like this."""
-    spec, info = target.spec, target.info
-    check_fit(file, Host(info.name, spec.width, spec.num_layers, info.vocab_size, info.num_columns))
-    own = getattr(target, "fingerprint", None)
-    if file.made_for is not None and own is not None and file.made_for != own:
-        raise ModelFileError(
-            f"{file.path}: the head was trained on other weights ({file.made_for[:12]}) than those of {info.name} "
-            f"({own[:12]}); take one made for it, or train one: outrider train eagle",
-            param="draft",
-        )
 
 
 def like(target: HeadHost) -> torch.Tensor:
@@ -71,16 +57,9 @@ class DraftVocabulary:
 
     def __init__(self, file: HeadFile, target: HeadHost) -> None:
         self._size = target.info.vocab_size
-        self.ids: torch.Tensor | None = None
-        if IDS in file.shapes:
-            self.ids = file.read(IDS).to(torch.int64)
-        elif OFFSETS in file.shapes:
-            offsets = file.read(OFFSETS).to(torch.int64)
-            self.ids = offsets + torch.arange(len(offsets))
-        if self.ids is not None:
-            self._check(file, target.info.num_columns)
-            self._columns = max(self._size, int(self.ids.max()) + 1)
-            self.ids = self.ids.to(target.device)
+        ids = draft_ids(file, target)
+        self.ids = None if ids is None else torch.from_numpy(ids).to(target.device)
+        self._columns = self._size if ids is None else max(self._size, int(ids.max()) + 1)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows over its own tokens as rows over the target's, minus infinity for others. [n, own] -> [n, V]"""
@@ -88,12 +67,3 @@ class DraftVocabulary:
             return rows[:, : self._size]
         whole = rows.new_full((len(rows), self._columns), -torch.inf)
         return whole.index_copy_(1, self.ids, rows)[:, : self._size]
-
-    def _check(self, file: HeadFile, num_columns: int) -> None:
-        assert self.ids is not None
-        if not len(self.ids) or int(self.ids.min()) < 0 or int(self.ids.max()) >= num_columns:
-            raise ModelFileError(f"{file.path}: its tokens are not all among the target's {num_columns}")
-        if len(set(self.ids.tolist())) < len(self.ids):
-            raise ModelFileError(f"{file.path}: two of its tokens are the same token of the target")
-        if int((self.ids < self._size).sum()) == 0:
-            raise ModelFileError(f"{file.path}: none of its tokens is one of the target's {self._size}")

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 from outrider.backends.base import HeadHost
-from outrider.backends.heads import DraftVocabulary, like, load, settle_on
+from outrider.backends.head_base import settle_on
+from outrider.backends.heads import DraftVocabulary, like, load
 from outrider.models.head_spec import MedusaSpec
 from outrider.models.heads import HeadFile
 

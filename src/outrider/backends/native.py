@@ -1,7 +1,7 @@
 """Transformers of the llama kind on a CPU: quantised weights, and one call into native code for a whole pass.
 
 The bits of a row depend on its own tokens alone, not on what else is in the pass, on chunks, chains or trees: native
-code sums in the order of positions (see `native/kernels.h`). This module says which tokens see which keys.
+code sums in the order of positions (see `native/kernels.h`). Which tokens see which keys, `native_plan.py` says.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import numpy as np
 
 from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
+from outrider.backends.native_head import NativeHead, can_compute
+from outrider.backends.native_plan import Plan, Turns
 from outrider.backends.native_weights import NativeWeights
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
-from outrider.errors import BackendError
 from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
+from outrider.models.heads import HeadFile
 from outrider.native.binding import Model, Numbers, Pass, address_of, forward, use_threads
 from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 Array = np.ndarray[Any, Any]
-TURNS_AT_ONCE = 1024  # positions whose turns are computed together: a position's numbers never depend on who asks
 
 
 class NativeBackend(PagedSequences):
@@ -57,7 +58,7 @@ class NativeBackend(PagedSequences):
         self.weights = NativeWeights(file, spec)
         self.store = HostStore(spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size)
         self.number = pages.add_store(self.store)
-        self._turns = np.empty((0, len(spec.rope.frequencies), 2), dtype=np.float32)
+        self._turns = Turns(spec.rope)
         self._layers = spec.num_layers  # that a pass goes through
         self._model = Model(
             num_layers=spec.num_layers,
@@ -82,7 +83,7 @@ class NativeBackend(PagedSequences):
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         check_spans(spans, hidden, self.info, self.length)
         self._make_room(spans)
-        plan = _Plan()
+        plan = Plan()
         for index, slot in enumerate(spans.slots):
             pages = self.pages.leases[slot].pages
             plan.add(spans.starts[index], spans.counts[index], pages, spans.parents.get(index), self.pages.page_size)
@@ -91,13 +92,13 @@ class NativeBackend(PagedSequences):
             self._advance(slot, start + count)
         return Scores([rows for rows in spans.rows if rows], logits, hidden=states)
 
-    def _run(self, spans: Spans, plan: _Plan, hidden: Sequence[int]) -> tuple[Array, dict[int, Array]]:
+    def _run(self, spans: Spans, plan: Plan, hidden: Sequence[int]) -> tuple[Array, dict[int, Array]]:
         ends = list(accumulate(spans.counts))
         wanted = [row for end, rows in zip(ends, spans.rows, strict=True) for row in range(end - rows, end)]
         logits = np.empty((len(wanted), self.info.num_columns), dtype=np.float32)
         states = {layer: np.empty((ends[-1], self.spec.width), dtype=np.float32) for layer in hidden}
         addresses = (ctypes.c_void_p * max(1, len(states)))(*map(address_of, states.values()))
-        turns = self._reach(max(plan.positions))
+        turns = self._turns.reach(max(plan.positions))
         numbers = Numbers(**vars(plan), tokens=spans.tokens.tolist(), wanted=wanted, hidden_layers=list(states))
         forward(
             self._model,
@@ -114,23 +115,13 @@ class NativeBackend(PagedSequences):
         )
         return logits, states
 
-    def _reach(self, position: int) -> Array:
-        """Cosines and sines up to this position at least."""
-        known = len(self._turns)
-        if position < known:
-            return self._turns
-        more = -(-(position + 1 - known) // TURNS_AT_ONCE) * TURNS_AT_ONCE
-        frequencies = np.array(self.spec.rope.frequencies, dtype=np.float32)
-        tables = [self._turns]
-        for start in range(known, known + more, TURNS_AT_ONCE):
-            angles = np.arange(start, start + TURNS_AT_ONCE, dtype=np.float32)[:, None] * frequencies
-            tables.append(np.stack([np.cos(angles), np.sin(angles)], axis=-1) * np.float32(self.spec.rope.scale))
-        self._turns = np.concatenate(tables)
-        return self._turns
+    def build_head(self, file: HeadFile) -> NativeHead | None:
+        """An EAGLE head by the same kernels; None: torch must compute it."""
+        return NativeHead(file, self) if can_compute(file) else None
 
     @property
     def device(self) -> torch.device:
-        """Of torch's, for heads: nobody else needs it."""
+        """Of torch's, for heads that it computes: nobody else needs it."""
         import torch
 
         return torch.device("cpu")
@@ -157,50 +148,3 @@ class FirstLayers(SequencesAhead, NativeBackend):
         SequencesAhead.__init__(self, whole)
         self._layers = layers
         self.info = replace(whole.info, name=f"{whole.info.name}, {layers} layers", num_hidden=0, heads=False)
-
-
-class _Plan:
-    """Which keys each row of a pass sees, span after span, in the words of `forward.h`.
-
-    chain, start 5, fed 3      runs 6 7 8                no extras
-    tree  t a b c, start 5     runs 5 5 5 5              extras t | t a | t b | t a c   (indices 5, 6, ...)
-    """
-
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.places: list[int] = []
-        self.pages: list[int] = []
-        self.tables: list[int] = []
-        self.runs: list[int] = []
-        self.extra_ends: list[int] = []
-        self.extras: list[int] = []
-        self.extra_positions: list[int] = []
-
-    def add(self, start: int, count: int, pages: Sequence[int], parents: Sequence[int] | None, size: int) -> None:
-        """A span of a sequence that lies in `pages` of this size."""
-        self.tables += [len(self.pages)] * count
-        self.pages += pages
-        self.places += [pages[index // size] * size + index % size for index in range(start, start + count)]
-        if parents is None:
-            self.positions += range(start, start + count)
-            self.runs += range(start + 1, start + count + 1)
-            self.extra_ends += [len(self.extras)] * count
-        else:
-            self._add_tree(start, count, parents)
-
-    def _add_tree(self, start: int, count: int, parents: Sequence[int]) -> None:
-        size = len(parents)
-        if not count <= size <= start + count or not all(-1 <= parent < node for node, parent in enumerate(parents)):
-            raise BackendError(
-                f"{count} tokens at {start} with parents {list(parents)}; each must come after its parent, -1 or more"
-            )
-        root = start + count - size  # the first place of the tree, some of which may have been fed before
-        paths: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else []), node])
-        for path in paths[size - count :]:
-            self.positions.append(root + len(path) - 1)
-            self.runs.append(root)
-            self.extras += [root + node for node in path]
-            self.extra_positions += range(root, root + len(path))
-            self.extra_ends.append(len(self.extras))

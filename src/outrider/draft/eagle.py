@@ -13,22 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import torch
-
 from outrider.backends.base import Backend, HeadHost
-from outrider.backends.eagle_head import EagleHead, Entries
-from outrider.backends.torch_common import array_of, sent
+from outrider.backends.head_base import Entries, Head
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
 from outrider.draft.ranked import best_nodes, grow_heads
 from outrider.draft.rolling import fill
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, MissingPackageError
 from outrider.models.head_spec import EagleSpec
-from outrider.models.heads import open_head
+from outrider.models.heads import HeadFile, open_head
+from outrider.sampling.branch import OwnRows
+from outrider.sampling.warp import changes_logits
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once, as long prompts are
@@ -41,9 +40,9 @@ class Seat:
     slot: Slot
     first: int
     read: int
-    pending: torch.Tensor  # [n, width] fused hidden states of entries that were not read yet
+    pending: Array  # [n, width] fused hidden states of entries that were not read yet
     gap: bool = False  # the target remembered more of the beginning than the head: it sees only what came after
-    guesses: torch.Tensor | None = None  # [1 + fed, width] what entries after the last true one and its own are made of
+    guesses: Array | None = None  # [1 + fed, width] what entries after the last true one and its own are made of
 
     @property
     def seen(self) -> int:
@@ -56,12 +55,11 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: Head) -> None:
         self.head = head
         self.hidden = head.hidden
         self.seats: dict[int, Seat] = {}
-        build = getattr(head.target, "roller", None)
-        self._roller = None if build is None else build(head)  # lets the head guess on by itself
+        self._roller = head.roller()
         self._told: set[int] = set()  # jobs whose gap was reported
 
     @classmethod
@@ -70,7 +68,9 @@ class EagleDrafter:
         file = open_head(path)
         if not isinstance(file.spec, EagleSpec):
             raise ConfigError(f"{path} holds Medusa heads; write medusa:{path}", param="draft")
-        return cls(EagleHead(file, cast(HeadHost, target)))
+        build = getattr(target, "build_head", None)
+        head: Head | None = None if build is None else build(file)
+        return cls(head or _torch_head(file, cast(HeadHost, target)))
 
     def lag(self, job: Job) -> int:
         """What the target has not read yet: its hidden states are what the head reads."""
@@ -88,7 +88,8 @@ class EagleDrafter:
             return drafts
         if self._grow(jobs, rooms, feeds, trees, drafts):
             return drafts
-        drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts)
+        look = None if self.head.own_rows is None or not all(map(_is_ranked_plainly, jobs)) else self._look
+        drafts = grow_heads(self.head.target.ops, jobs, rooms, feeds, trees, self._read, drafts, look=look)
         for job in jobs:
             if job.id in self.seats:
                 self.seats[job.id].guesses = None
@@ -116,7 +117,8 @@ class EagleDrafter:
         look, and nothing was read."""
         active = [index for index, room in enumerate(rooms) if room]
         some = [jobs[index] for index in active]
-        if self._roller is None or not active or not all(trees[index] for index in active):
+        let_grow = getattr(self._roller, "grow", None)
+        if let_grow is None or not active or not all(trees[index] for index in active):
             return False
         if any(job.rule == "coupled" and job.params.temperature > 0.0 for job in some):  # noise decides there
             return False
@@ -125,7 +127,7 @@ class EagleDrafter:
         levels = min(DEPTH, max(rooms[index] for index in active), 1 + min(feeds[index] for index in active) // LEVEL)
         seats = [self.seats[job.id] for job in some]
         counts = [len(seat.pending) for seat in seats]
-        grown = self._roller.grow(self._pending(some, seats, counts), levels, LEVEL, [_warp(job) for job in some])
+        grown = let_grow(self._pending(some, seats, counts), levels, LEVEL, [_warp(job) for job in some])
         if grown is None:
             return False
         for seat, count in zip(seats, counts, strict=True):
@@ -147,11 +149,10 @@ class EagleDrafter:
         mine = [kept for kept in mine if self._sit(kept)]
         if not mine:
             return 0
-        rows = sent([row for kept in mine for row in kept.rows], np.int64, self.head.target.device)
-        fused = self.head.fuse([torch.as_tensor(scores.hidden[layer])[rows] for layer in self.hidden])
-        for kept, fresh in zip(mine, fused.split_with_sizes([len(kept.rows) for kept in mine]), strict=True):
+        fused = self.head.fuse(self.head.pick(scores.hidden, [row for kept in mine for row in kept.rows]))
+        for kept, fresh in zip(mine, _split(fused, [len(kept.rows) for kept in mine]), strict=True):
             seat = self.seats[kept.job.id]
-            seat.pending = torch.cat([seat.pending, fresh])
+            seat.pending = self.head.join([seat.pending, fresh]) if len(seat.pending) else fresh
             self.head.keep_edges(seat.slot, kept.start, fresh)
             self._report(seat)
         long = [kept.job for kept in mine if len(self.seats[kept.job.id].pending) > MOST_PENDING]
@@ -203,13 +204,12 @@ class EagleDrafter:
         seat = self._seat(kept.job)
         if seat is not None and start <= seat.seen:
             return start == seat.seen
-        nothing = self.head.store.edges[:0]
         if start == 0:
-            seat = Seat(slot, 0, 0, nothing)
+            seat = Seat(slot, 0, 0, self.head.nothing())
         elif pages.length(slot, self.head.number) == start and start % pages.page_size == 0:
-            seat = Seat(slot, 0, start - 1, self.head.edge(slot, start - 1).clone())
+            seat = Seat(slot, 0, start - 1, self.head.join([self.head.edge(slot, start - 1)]))
         else:
-            seat = Seat(slot, start, start, nothing, gap=True)
+            seat = Seat(slot, start, start, self.head.nothing(), gap=True)
         self.seats[kept.job.id] = seat
         return True
 
@@ -220,14 +220,14 @@ class EagleDrafter:
         if not seat.gap and length > pages.length(seat.slot, self.head.number):
             pages.advance(seat.slot, self.head.number, length)
 
-    def _read_pending(self, jobs: Sequence[Job], *, spare: int = 0) -> list[torch.Tensor]:
+    def _read_pending(self, jobs: Sequence[Job], *, spare: int = 0) -> list[Array]:
         """One pass over what is pending (all but `spare`). Returns the outputs, job by job. [n, width] each"""
         seats = [self.seats[job.id] for job in jobs]
         counts = [len(seat.pending) - spare for seat in seats]
         outputs = self.head.read(self._pending(jobs, seats, counts))
         for seat, count in zip(seats, counts, strict=True):
             self._has_read(seat, count)
-        return list(outputs.split_with_sizes(counts))
+        return _split(outputs, counts)
 
     def _pending(self, jobs: Sequence[Job], seats: Sequence[Seat], counts: list[int]) -> Entries:
         """The first so many entries of each that were not read yet."""
@@ -236,20 +236,33 @@ class EagleDrafter:
             for job, seat, count in zip(jobs, seats, counts, strict=True)
             for token in job.tokens[seat.read + 1 : seat.read + 1 + count]
         ]
-        hidden = torch.cat([seat.pending[:count] for seat, count in zip(seats, counts, strict=True)])
+        parts = [seat.pending[:count] for seat, count in zip(seats, counts, strict=True)]
+        hidden = parts[0] if len(parts) == 1 else self.head.join(parts)
         firsts, starts = [seat.first for seat in seats], [seat.read for seat in seats]
         return Entries([seat.slot for seat in seats], firsts, starts, counts, tokens, hidden)
 
     def _has_read(self, seat: Seat, count: int) -> None:
         seat.read += count
-        seat.pending = seat.pending[count:].clone()
+        left = seat.pending[count:]
+        seat.pending = self.head.join([left]) if len(left) else self.head.nothing()  # the rest need not stay
         self._report(seat)
 
     def _read(self, sprouts: Sequence[Sprout]) -> Array:
         """One row per tip: after what is pending, or after guesses. [tips, V]"""
+        return self.head.logits(self._outputs(sprouts))
+
+    def _look(self, sprouts: Sequence[Sprout]) -> OwnRows:
+        """The same, where the likeliest children are all that is wanted."""
+        assert self.head.own_rows is not None
+        warps = [_warp(sprout.job) for sprout in sprouts for _ in sprout.tips]
+        rows, ids = self.head.own_rows(self._outputs(sprouts))
+        return OwnRows(rows, warps, ids)
+
+    def _outputs(self, sprouts: Sequence[Sprout]) -> Array:
+        """The head's outputs for each tip. [tips, width]"""
         begun = [sprout for sprout in sprouts if sprout.tips != [-1]]
         fresh = [sprout for sprout in sprouts if sprout.tips == [-1]]
-        outputs: dict[int, torch.Tensor] = {}
+        outputs: dict[int, Array] = {}
         if fresh:
             for sprout, output in zip(fresh, self._read_pending([one.job for one in fresh]), strict=True):
                 outputs[id(sprout)] = output[-1:]
@@ -257,12 +270,12 @@ class EagleDrafter:
             outputs.update(self._guess(begun))
         for sprout in sprouts:
             seat, again = self.seats[sprout.job.id], self.head.again(outputs[id(sprout)])
-            seat.guesses = again if seat.guesses is None else torch.cat([seat.guesses, again])
-        return array_of(self.head.rows(torch.cat([outputs[id(sprout)] for sprout in sprouts])))
+            seat.guesses = again if seat.guesses is None else self.head.join([seat.guesses, again])
+        return self.head.join([outputs[id(sprout)] for sprout in sprouts])
 
-    def _guess(self, sprouts: Sequence[Sprout]) -> dict[int, torch.Tensor]:
+    def _guess(self, sprouts: Sequence[Sprout]) -> dict[int, Array]:
         """One pass over tips: each is a token and what its parent's output was."""
-        entries = Entries([], [], [], [], [], self.head.store.edges[:0])
+        entries = Entries([], [], [], [], [], self.head.nothing())
         hidden, parents = [], {}
         for index, sprout in enumerate(sprouts):
             seat = self.seats[sprout.job.id]
@@ -276,9 +289,37 @@ class EagleDrafter:
             hidden.append(seat.guesses[places])
             if sprout.is_tree:
                 parents[index] = list(sprout.fed_parents)
-        entries.hidden, entries.parents = torch.cat(hidden), parents
-        outputs = self.head.read(entries).split_with_sizes(entries.counts)
+        entries.hidden, entries.parents = self.head.join(hidden), parents
+        outputs = _split(self.head.read(entries), entries.counts)
         return {id(sprout): output for sprout, output in zip(sprouts, outputs, strict=True)}
+
+
+def _torch_head(file: HeadFile, target: HeadHost) -> Head:
+    try:
+        from outrider.backends.eagle_head import EagleHead
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{file.path}: this head needs torch, as all do that are older than EAGLE-3: pip install 'outrider[torch]'",
+            param="draft",
+        ) from error
+    return EagleHead(file, target)
+
+
+def _split(rows: Array, counts: Sequence[int]) -> list[Array]:
+    """Rows in parts of so many."""
+    ends = list(accumulate(counts))
+    return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _is_ranked_plainly(job: Job) -> bool:
+    """Whether the likeliest children of its rows are wanted, and temperature and min_p are all that shapes them."""
+    params = job.params
+    if changes_logits(job):
+        return False
+    if params.temperature == 0.0:
+        return True
+    is_whole = not params.top_k and params.top_p >= 1.0 and params.typical_p >= 1.0
+    return job.rule != "coupled" and is_whole  # noise decides there
 
 
 def _warp(job: Job) -> tuple[float, float]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outrider.draft.growth import DEPTH, LEVEL, Read, Sprout, grow
 from outrider.draft.join import Part, join
 from outrider.errors import DraftError, RequestError
-from outrider.sampling.branch import Children, DraftRows
+from outrider.sampling.branch import Children, DraftRows, OwnRows
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Drafts, Job
 
 T = TypeVar("T")
+Look = Callable[[Sequence[Sprout]], OwnRows]  # as `Read`
 
 
 def grow_heads(
@@ -34,14 +35,18 @@ def grow_heads(
     drafts: Drafts,
     *,
     depth: int = DEPTH,
+    look: Look | None = None,
 ) -> Drafts:
-    """Ranked trees for those that may branch, chains for the others; `drafts` brings the fallbacks."""
+    """Ranked trees for those that may branch, chains for the others; `drafts` brings the fallbacks.
+
+    look: reads for trees, where the likeliest children are wanted and can be had for less.
+    """
     chains = [index for index, tree in enumerate(trees) if not tree]
     branching = [index for index, tree in enumerate(trees) if tree]
     if not branching:
         grow(ops, jobs, rooms, trees, read, drafts)
     elif not chains:
-        grow_ranked(ops, jobs, rooms, feeds, read, drafts, depth=depth)
+        grow_ranked(ops, jobs, rooms, feeds, read, drafts, depth=depth, look=look)
     else:
         first, second = Drafts([], None), Drafts([], None)
 
@@ -50,7 +55,7 @@ def grow_heads(
 
         grow(ops, pick(jobs, chains), pick(rooms, chains), pick(trees, chains), read, first)
         chosen = (pick(jobs, branching), pick(rooms, branching), pick(feeds, branching))
-        grow_ranked(ops, *chosen, read, second, depth=depth)
+        grow_ranked(ops, *chosen, read, second, depth=depth, look=look)
         whole = join(ops, len(jobs), [Part(chains, first), Part(branching, second)])
         whole.fallbacks = drafts.fallbacks
         return whole
@@ -66,17 +71,24 @@ def grow_ranked(
     drafts: Drafts,
     *,
     depth: int = DEPTH,
+    look: Look | None = None,
 ) -> None:
     """Fill `drafts` with a tree of up to rooms[b] tokens for each job; `read` is fed feeds[b] nodes at most."""
     sprouts = [Sprout(job, room, True) for job, room in zip(jobs, rooms, strict=True)]
     index_of = {id(sprout): index for index, sprout in enumerate(sprouts)}
     while active := [sprout for sprout in sprouts if sprout.wants_more and sprout.depth < depth]:
         drafts.steps += 1
-        logits = read(active)
         tips = [(sprout, tip) for sprout in active for tip in sprout.tips]
-        rows = ops.draft_rows([sprout.job for sprout, _ in tips], [sprout.line(tip) for sprout, tip in tips], logits)
+        rows: DraftRows | OwnRows
+        if look is not None:
+            rows = look(active)
+            drawn = [rows.draw([min(LEVEL, sprout.room) for sprout, _ in tips], certain=True)]
+        else:
+            jobs_of, lines = [sprout.job for sprout, _ in tips], [sprout.line(tip) for sprout, tip in tips]
+            rows = ops.draft_rows(jobs_of, lines, read(active))
+            drawn = _draw(rows, [sprout for sprout, _ in tips])
         fresh: dict[int, list[int]] = {id(sprout): [] for sprout in active}
-        for children in _draw(rows, [sprout for sprout, _ in tips]):
+        for children in drawn:
             for row, token, confidence in zip(children.rows, children.tokens, children.confidences, strict=True):
                 sprout, tip = tips[row]
                 fresh[id(sprout)].append(_add(sprout, token, tip, confidence))

@@ -12,6 +12,7 @@ from outrider.backends.mock import MockBackend, mock_tokenizer
 from outrider.clock import Clock
 from outrider.config import MockConfig, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
+from outrider.draft.eagle import EagleDrafter
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
@@ -24,7 +25,7 @@ from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_
 from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
 from outrider.engine.pricing import measure
-from outrider.engine.runner import second_gpu
+from outrider.engine.runner import require_torch, second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.tokenizer.base import Tokenizer
 
@@ -222,11 +223,12 @@ def _head(spec: DraftSpec, target: Backend) -> Drafter:
             f"{spec.method} heads need a transformer that runs on our own backend, not {target.info.name}",
             param="draft",
         )
-    path = fetch_head(spec.value)  # refuses where torch is missing, which the heads import
-    from outrider.draft.eagle import EagleDrafter
+    if spec.method == "eagle":
+        return EagleDrafter.load(fetch_head(spec.value), target)
+    require_torch("a Medusa head")
     from outrider.draft.medusa import MedusaDrafter
 
-    return MedusaDrafter.load(path, target) if spec.method == "medusa" else EagleDrafter.load(path, target)
+    return MedusaDrafter.load(fetch_head(spec.value), target)
 
 
 def _given(draft: Any, target: Backend, chunk: int) -> Drafter:

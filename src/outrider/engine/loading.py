@@ -68,7 +68,6 @@ def load_draft(draft: Named, config: ModelConfig) -> Loaded:
 
 def fetch_head(name: Named) -> Path:
     """Where the file or folder of a draft head is."""
-    require_torch("a draft head")
     source = ModelSource.parse(name)
     if source.kind != "hf" or source.file is not None:
         return _fetch(name, "draft")

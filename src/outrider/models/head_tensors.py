@@ -1,15 +1,19 @@
 """The weights of a draft head in one file: safetensors, or what `torch.save` wrote. No pickle is ever executed.
 
-`torch.load(weights_only=True)` builds tensors and nothing else. Whatever a damaged or hostile file holds, the answer is
-tensors that fit into it or a ModelFileError.
+Numbers of safetensors need no torch. `torch.load(weights_only=True)` builds tensors and nothing else. Whatever a
+damaged or hostile file holds, the answer is tensors that fit into it or a ModelFileError.
 """
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from outrider.errors import MissingPackageError, ModelFileError
 from outrider.models.base import Shape
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32")
+Array = np.ndarray[Any, Any]
+_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 _TORCH_TYPES = {
     "torch.float64": "F64",
     "torch.float32": "F32",
@@ -42,15 +48,19 @@ class Tensors(Protocol):
     @property
     def types(self) -> Mapping[str, str]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        """For torch, in the precision it is stored in."""
+
+    def numbers(self, name: str) -> Array:
+        """For numpy, in single precision; whole numbers in 64 bits."""
 
 
 def open_tensors(path: Path) -> Tensors:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise _missing_package() from error
-    return _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
+    if path.suffix == ".safetensors":
+        return _Safetensors(path)
+    if find_spec("torch") is None:
+        raise MissingPackageError(f"{path}: a head that torch.save wrote needs torch: pip install 'outrider[torch]'")
+    return _TorchFile(path)
 
 
 class _Safetensors:
@@ -62,7 +72,7 @@ class _Safetensors:
             raise _missing_package() from error
         self._errors = (SafetensorError, OSError, ValueError, RuntimeError)
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="np")
             slices = self._slices()
             self.shapes: Mapping[str, Shape] = {name: tuple(one.get_shape()) for name, one in slices.items()}
             self.types: Mapping[str, str] = {name: str(one.get_dtype()) for name, one in slices.items()}
@@ -70,11 +80,32 @@ class _Safetensors:
             raise ModelFileError(f"{path}: the safetensors file is damaged, fetch it again: {_line(error)}") from error
 
     def read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
         try:
-            tensor: Tensor = self._file.get_tensor(name)
+            with safe_open(self.path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
         except self._errors as error:
-            raise ModelFileError(f"{self.path}: the tensor {name[:80]!r} cannot be read: {_line(error)}") from error
+            raise self._unreadable(name, error) from error
         return tensor
+
+    def numbers(self, name: str) -> Array:
+        """By hand: numpy has no BF16. The library has checked the offsets."""
+        try:
+            with self.path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                begin, end = json.loads(file.read(size))[name]["data_offsets"]
+                file.seek(8 + size + begin)
+                stored = np.frombuffer(file.read(end - begin), dtype=_STORED[self.types[name]])
+            values = stored.reshape(self.shapes[name])
+        except (OSError, ValueError, KeyError) as error:
+            raise self._unreadable(name, error) from error
+        if self.types[name] == "BF16":
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.int64 if self.types[name] in INTEGERS else np.float32)
+
+    def _unreadable(self, name: str, error: Exception) -> ModelFileError:
+        return ModelFileError(f"{self.path}: the tensor {name[:80]!r} cannot be read: {_line(error)}")
 
     def _slices(self) -> dict[str, Any]:
         return {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 it is not a dict
@@ -94,6 +125,11 @@ class _TorchFile:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def numbers(self, name: str) -> Array:
+        tensor = self._tensors[name]
+        wide: Array = (tensor.float() if tensor.is_floating_point() else tensor.long()).numpy()
+        return wide
 
     def _check_archive(self) -> None:
         """Before torch opens it: nothing in it may unpack to more than the file holds."""
@@ -138,4 +174,4 @@ def _line(error: BaseException) -> str:
 
 
 def _missing_package() -> MissingPackageError:
-    return MissingPackageError("reading draft heads needs torch and safetensors: pip install 'outrider[torch]'")
+    return MissingPackageError("reading draft heads needs safetensors: pip install safetensors")

@@ -16,7 +16,7 @@ from outrider.models.base import Shape
 from outrider.models.eagle import eagle_shapes, read_eagle
 from outrider.models.facts import Facts
 from outrider.models.head_spec import IDS, OFFSETS, EagleSpec, HeadSpec, MedusaSpec
-from outrider.models.head_tensors import FLOATS, INTEGERS, Tensors, open_tensors
+from outrider.models.head_tensors import FLOATS, INTEGERS, Array, Tensors, open_tensors
 from outrider.models.medusa import medusa_shapes, read_medusa
 
 if TYPE_CHECKING:
@@ -56,10 +56,17 @@ class HeadFile:
         return folder.name
 
     def read(self, name: str) -> Tensor:
-        """One tensor in the precision it is stored in."""
+        """One tensor in the precision it is stored in, for heads that torch computes."""
+        return self._tensors.read(self._theirs(name))
+
+    def numbers(self, name: str) -> Array:
+        """The same for numpy, without torch: in single precision, whole numbers in 64 bits."""
+        return self._tensors.numbers(self._theirs(name))
+
+    def _theirs(self, name: str) -> str:
         if name not in self._names:
             raise ModelFileError(f"{self.path}: the head has no tensor {name}")
-        return self._tensors.read(self._names[name])
+        return self._names[name]
 
     def _check(self) -> None:
         """Every tensor the spec asks for is there and no other, all of the right shape and type."""

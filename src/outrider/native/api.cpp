@@ -10,6 +10,7 @@
 #include "forward.h"
 #include "pack.h"
 #include "pool.h"
+#include "roll.h"
 #include "table.h"
 
 #if defined(__x86_64__)
@@ -36,7 +37,7 @@ extern const Kernels kernels_avx512;
 
 namespace {
 
-constexpr int ABI = 2;  // native/library.py names the same number
+constexpr int ABI = 3;  // native/library.py names the same number
 
 #ifdef OUTRIDER_HAS_NEON
 bool has_dot_product() {
@@ -139,6 +140,15 @@ API int outrider_pack(Matrix *matrix, const uint8_t *stored) {
     return broken;
 }
 
+// Some rows of a packed matrix as another, at to->data. Fills in to->tile_bytes.
+API void outrider_take(const Matrix *from, const int32_t *rows, Matrix *to) {
+    const int lanes = chosen()->lanes;
+    to->tile_bytes = from->tile_bytes;
+    uint8_t *out = const_cast<uint8_t *>(to->data);
+    memset(out, 0, size_t((to->rows + lanes - 1) / lanes * to->tile_bytes));  // rows beyond the last are zero
+    for (int row = 0; row < to->rows; row++) copy_row(*from, rows[row], *to, row, lanes, out);
+}
+
 API void outrider_unpack(const Matrix *matrix, const int32_t *rows, int64_t count, float *out) {
     for (int64_t at = 0; at < count; at++)
         unpack_row(*matrix, rows[at], chosen()->lanes, out + at * matrix->columns);
@@ -152,6 +162,15 @@ API int outrider_forward(const Model *model, const Pass *pass) {
         return 1;
     }
     return 0;
+}
+
+// 1: there is no memory for it. 2: a row was unusable.
+API int outrider_roll(const Model *model, const Pass *first, const Roll *roll) {
+    try {
+        return roll_on(*model, *first, *roll, *chosen()) ? 0 : 2;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
 }
 
 // Rows times a matrix, for heads that sit on a model, and for tests.

@@ -53,9 +53,9 @@ Model: Any = _structure(
         **_fields(_int, "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "ffn_width", "num_columns"),
         **_fields(_int, "rotary_pairs", "interleaved", "page_size"),
         "eps": ctypes.c_float,
-        "padding": _int,
+        "keeps_normed": _int,
         **_fields(Matrix, "embedding", "output"),
-        **_fields(_pointer, "output_norm", "layers", "held"),
+        **_fields(_pointer, "output_norm", "input_norm", "layers", "held"),
         "num_pages": _long,
     },
 )
@@ -63,10 +63,17 @@ Pass: Any = _structure(
     "Pass",
     {
         **_fields(_int, "num_rows", "num_layers"),
-        **_fields(_pointer, "tokens", "positions", "places", "pages", "tables", "runs"),
+        **_fields(_pointer, "tokens", "positions", "inputs", "places", "pages", "tables", "firsts", "runs"),
         **_fields(_pointer, "extra_ends", "extras", "extra_positions", "turns"),
         **_fields(_int, "num_wanted", "num_hidden"),
         **_fields(_pointer, "wanted", "logits", "hidden_layers", "hidden"),
+    },
+)
+Roll: Any = _structure(
+    "Roll",
+    {
+        **_fields(_int, "num_chains", "steps", "vocab_size", "hidden_layer"),
+        **_fields(_pointer, "ids", "jobs", "lengths", "streams", "drawn", "probs"),
     },
 )
 
@@ -77,7 +84,7 @@ class Arena:
 
     def __init__(self, num_bytes: int) -> None:
         memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-        start = -_address(memory) % ALIGNMENT
+        start = -address(memory) % ALIGNMENT
         self._free = memory[start:]
 
     def take(self, num_bytes: int) -> Array:
@@ -105,26 +112,39 @@ class Packed:
 
     def __init__(self, kind: str, stored: Array, rows: int, columns: int, arena: Arena | None = None) -> None:
         """stored: the rows as the file has them, in bytes."""
-        num_bytes = packed_bytes(kind, rows, columns)
-        self.memory = (arena or Arena(room_for(num_bytes))).take(num_bytes)
-        self.matrix = Matrix(_address(self.memory), TYPES[kind], rows, columns, 0, 0)
+        self._reserve(kind, rows, columns, arena)
         # Whether all its scales are numbers; the file is damaged where they are not.
-        self.is_sound = _calls().outrider_pack(ctypes.byref(self.matrix), _address(stored)) == 0
+        self.is_sound = _calls().outrider_pack(ctypes.byref(self.matrix), address(stored)) == 0
 
     def rows(self, indices: Array) -> Array:
         """These rows as numbers, exactly the file's. [n, columns]"""
         wanted = np.ascontiguousarray(indices, dtype=np.int32)
         assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < self.matrix.rows), "rows that are not there"
         out = np.empty((len(wanted), self.matrix.columns), dtype=np.float32)
-        _calls().outrider_unpack(ctypes.byref(self.matrix), _address(wanted), len(wanted), _address(out))
+        _calls().outrider_unpack(ctypes.byref(self.matrix), address(wanted), len(wanted), address(out))
         return out
+
+    def take(self, indices: Array) -> Packed:
+        """A matrix of these rows, as they are."""
+        wanted = np.ascontiguousarray(indices, dtype=np.int32)
+        assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < self.matrix.rows), "rows that are not there"
+        taken = object.__new__(Packed)
+        taken._reserve(self.kind, len(wanted), self.matrix.columns, None)
+        taken.is_sound = self.is_sound
+        _calls().outrider_take(ctypes.byref(self.matrix), address(wanted), ctypes.byref(taken.matrix))
+        return taken
+
+    def _reserve(self, kind: str, rows: int, columns: int, arena: Arena | None) -> None:
+        num_bytes = packed_bytes(kind, rows, columns)
+        self.kind, self.memory = kind, (arena or Arena(room_for(num_bytes))).take(num_bytes)
+        self.matrix = Matrix(address(self.memory), TYPES[kind], rows, columns, 0, 0)
 
     def multiply(self, rows: Array) -> Array:
         """[n, columns] -> [n, outputs]"""
         rows = np.ascontiguousarray(rows, dtype=np.float32)
         assert rows.ndim == 2 and rows.shape[1] == self.matrix.columns, f"{rows.shape}"
         out = np.empty((len(rows), self.matrix.rows), dtype=np.float32)
-        _check(_calls().outrider_multiply(ctypes.byref(self.matrix), _address(rows), len(rows), _address(out)))
+        _check(_calls().outrider_multiply(ctypes.byref(self.matrix), address(rows), len(rows), address(out)))
         return out
 
 
@@ -144,6 +164,13 @@ class Numbers:
 def forward(model: Any, one_pass: Any) -> None:
     """One pass. Python's other threads go on meanwhile."""
     _check(_calls().outrider_forward(ctypes.byref(model), ctypes.byref(one_pass)))
+
+
+def roll(model: Any, first_pass: Any, one_roll: Any) -> bool:
+    """Chains of a head. False: a row was unusable, and not all is drawn."""
+    code = _calls().outrider_roll(ctypes.byref(model), ctypes.byref(first_pass), ctypes.byref(one_roll))
+    _check(code == 1)
+    return bool(code == 0)
 
 
 def use_threads(count: int | None) -> None:
@@ -175,17 +202,21 @@ def _allowed() -> int:
         return os.cpu_count() or 1
 
 
-def _check(code: int) -> None:
+def _check(code: int | bool) -> None:
     if code:
         raise MemoryError("there is no memory left for this pass; use shorter prompt chunks (prefill_chunk)")
 
 
 def address_of(array: Array | None) -> int | None:
     """For a pointer in a structure. Whoever takes it keeps the array."""
-    return None if array is None else _address(array)
+    return None if array is None else address(array)
 
 
-def _address(array: Array) -> int:
+def address(array: Array) -> int:
+    """Where its numbers lie."""
+    if array.flags.carray and array.size:  # a third of the time of asking numpy
+        memory: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return int(array.__array_interface__["data"][0])
 
 
@@ -198,7 +229,9 @@ def _calls() -> Any:
         "pack": [_pointer, _pointer],
         "unpack": [_pointer, _pointer, _long, _pointer],
         "multiply": [_pointer, _pointer, _long, _pointer],
+        "take": [_pointer, _pointer, _pointer],
         "forward": [_pointer, _pointer],
+        "roll": [_pointer, _pointer, _pointer],
     }
     for name, arguments in takes.items():
         function = getattr(loaded, f"outrider_{name}")

@@ -71,6 +71,7 @@ Activations activations_of(const Matrix &matrix, const float *values, const Roun
 
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
+    float *entered;  // of a head: what its first layer reads
     float *scores;   // for each thread; or, of a few rows, for each query
     float *inverse;  // one over the sum of a query's weights
     Rounded by_block, by_super;
@@ -84,6 +85,7 @@ struct Buffers {
           seen(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
           gate(cutter.cut<float>(rows * model.ffn_width)),
           up(cutter.cut<float>(rows * model.ffn_width)),
+          entered(cutter.cut<float>(model.input_norm ? rows * 2 * model.width : 0)),
           scores(cutter.cut<float>(scores_room)),
           inverse(cutter.cut<float>(rows * model.num_heads)),
           by_block(cut_rounded(cutter, rows, widest, lanes)),
@@ -111,7 +113,8 @@ class Run {
 
     void all() {
         pool_.share(rows_, [&](int row) {
-            unpack_row(model_.embedding, pass_.tokens[row], kernels_.lanes, buffers_.x + int64_t(row) * model_.width);
+            if (model_.input_norm) enter(row);
+            else embed(row, buffers_.x + int64_t(row) * model_.width);
         });
         hand_out(0);
         for (int layer = 0; layer < pass_.num_layers; layer++) {
@@ -135,15 +138,35 @@ class Run {
     }
 
   private:
+    void embed(int row, float *out) const { unpack_row(model_.embedding, pass_.tokens[row], kernels_.lanes, out); }
+
+    // A head's first layer reads the embedding and the hidden state side by side, each normed; the latter passes it by.
+    void enter(int row) const {
+        const int width = model_.width;
+        const float *input = pass_.inputs + int64_t(row) * width;
+        float *embedding = buffers_.entered + int64_t(row) * 2 * width, *beside = embedding + width;
+        embed(row, embedding);
+        norm(embedding, model_.layers[0].attention_norm, embedding);
+        norm(input, model_.input_norm, beside);
+        memcpy(buffers_.x + int64_t(row) * width, model_.keeps_normed ? beside : input, sizeof(float) * width);
+    }
+
+    void norm(const float *x, const float *weight, float *out) const {
+        kernels_.norm(x, kernels_.scale_of(x, model_.eps, model_.width), weight, model_.width, out);
+    }
+
     void run_layer(int number) {
         const Layer &layer = model_.layers[number];
         const Buffers &b = buffers_;
         const int64_t width = model_.width, head_rows = int64_t(model_.num_heads) * model_.head_dim;
-        prepare(b.x, width, layer.attention_norm, b.normed, {&layer.queries, &layer.keys, &layer.values});
+        const bool enters = model_.input_norm && number == 0;
+        const float *read = enters ? b.entered : b.normed;
+        if (enters) prepare(b.entered, 2 * width, nullptr, nullptr, {&layer.queries, &layer.keys, &layer.values});
+        else prepare(b.x, width, layer.attention_norm, b.normed, {&layer.queries, &layer.keys, &layer.values});
         multiply({{&layer.queries, b.queries, layer.query_bias, false},
                   {&layer.keys, b.keys, layer.key_bias, false},
                   {&layer.values, b.values, layer.value_bias, false}},
-                 b.normed, rows_);
+                 read, rows_);
         const int heads = model_.num_kv_heads;
         pool_.share(rows_ * heads, [&](int item) { place(layer, number, item / heads, item % heads); });
         attend(layer, number);
@@ -375,11 +398,11 @@ class Run {
     // What a row sees in a layer.
     Sight sight_of(const Layer &layer, int row) const {
         const int begin = row ? pass_.extra_ends[row - 1] : 0;
-        Sight sight{pass_.pages + pass_.tables[row], 0, pass_.runs[row], pass_.extras + begin,
+        Sight sight{pass_.pages + pass_.tables[row], pass_.firsts[row], pass_.runs[row], pass_.extras + begin,
                     pass_.extra_ends[row] - begin};
         if (layer.window) {
             const int oldest = int(std::max<int64_t>(0, pass_.positions[row] - layer.window + 1));
-            sight.first = std::min(oldest, sight.last);
+            sight.first = std::min(sight.first + oldest, sight.last);
             while (sight.num_extras && pass_.extra_positions[sight.extras - pass_.extras] < oldest) {
                 sight.extras++;
                 sight.num_extras--;
@@ -401,8 +424,7 @@ class Run {
         for (int at = 0; at < pass_.num_hidden; at++)
             if (pass_.hidden_layers[at] == model_.num_layers + 1)
                 pool_.share(rows_, [&](int row) {
-                    const float *x = buffers_.x + row * width, scale = kernels_.scale_of(x, model_.eps, model_.width);
-                    kernels_.norm(x, scale, model_.output_norm, model_.width, pass_.hidden[at] + row * width);
+                    norm(buffers_.x + row * width, model_.output_norm, pass_.hidden[at] + row * width);
                 });
         if (!pass_.num_wanted) return;
         bool wanted[3] = {false, false, false};
@@ -425,7 +447,8 @@ class Run {
 };
 
 int64_t widest(const Model &model) {
-    return std::max({int64_t(model.width), int64_t(model.ffn_width), int64_t(model.num_heads) * model.head_dim});
+    const int64_t entered = model.input_norm ? 2 * int64_t(model.width) : model.width;
+    return std::max({entered, int64_t(model.ffn_width), int64_t(model.num_heads) * model.head_dim});
 }
 
 }  // namespace

@@ -19,9 +19,10 @@ struct Model {
     int32_t rotary_pairs, interleaved;  // dimensions (2i, 2i + 1) turn together, or (i, i + pairs)
     int32_t page_size;
     float eps;
-    int32_t padding;
+    int32_t keeps_normed;  // of a head: what passes its first layer by is normed, too
     Matrix embedding, output;
     const float *output_norm;
+    const float *input_norm;  // of a head: for `Pass::inputs`; null for a model, which reads tokens alone
     const Layer *layers;
     float *held;  // [pages, layers, keys | values, kv heads, page]: see Held
     int64_t num_pages;
@@ -30,10 +31,12 @@ struct Model {
 struct Pass {
     int32_t num_rows, num_layers;  // layers to go through: all, or the first few
     const int32_t *tokens, *positions;
+    const float *inputs;        // [rows, width] of a head: hidden states beside the tokens, see Run::enter
     const int32_t *places;      // where the row's own key and value go: page * page_size + place within
     const int32_t *pages;       // page tables of the sequences, one after the other
     const int32_t *tables;      // [rows] where the row's table begins in `pages`
-    const int32_t *runs;        // [rows] tokens of the sequence, from its first on, that the row sees
+    const int32_t *firsts;      // [rows] the first token of the sequence that the row sees; positions count from there
+    const int32_t *runs;        // [rows] where what it sees ends
     const int32_t *extra_ends;  // [rows] where the row's own list ends in `extras`; it begins where the last one ended
     const int32_t *extras, *extra_positions;  // single tokens it sees beside them: index in the sequence, position
     const float *turns;                       // [positions, pairs, 2]: cosine and sine

@@ -236,6 +236,12 @@ float value_of(int32_t type, float d, float minimum, const uint8_t *small, int l
 
 int number_bytes(int32_t type) { return type == F32 ? 4 : type == F16 ? 2 : 0; }
 
+// A lane's part of `count` units of so many bytes, which lie row beside row. Moves both to what comes behind them.
+void copy_units(int count, int bytes, int lanes, int lane, int out_lane, const uint8_t *&at, uint8_t *&out) {
+    for (int unit = 0; unit < count; unit++, at += bytes * lanes, out += bytes * lanes)
+        memcpy(out + bytes * out_lane, at + bytes * lane, size_t(bytes));
+}
+
 }  // namespace
 
 int64_t tile_bytes(int32_t type, int64_t columns, int lanes) {
@@ -306,5 +312,21 @@ void unpack_row(const Matrix &matrix, int row, int lanes, float *out) {
                         quants + 32 * part);
         for (int k = 0; k < format.block; k++)
             out[b * format.block + k] = value_of(matrix.type, d, minimum, small, lane, lanes, k, quants[k]);
+    }
+}
+
+void copy_row(const Matrix &from, int row, const Matrix &to, int to_row, int lanes, uint8_t *out) {
+    const uint8_t *at = from.data + row / lanes * from.tile_bytes;
+    out += to_row / lanes * to.tile_bytes;
+    const int lane = row % lanes, out_lane = to_row % lanes;
+    if (const int bytes = number_bytes(from.type)) {
+        copy_units(from.columns, bytes, lanes, lane, out_lane, at, out);
+        return;
+    }
+    const Format format = format_of(from.type);
+    const int minima = has_minimum(from.type) && format.block == SUPER ? 8 : 0;  // in bytes, four together
+    for (int64_t b = 0; b < from.columns / format.block; b++) {
+        copy_units((format.head - minima) / 2, 2, lanes, lane, out_lane, at, out);
+        copy_units(minima / 4 + format.block / 32 * format.quants / 4, 4, lanes, lane, out_lane, at, out);
     }
 }

@@ -19,3 +19,6 @@ bool has_sound_scales(const Matrix &matrix, const uint8_t *stored, int first, in
 
 // One row of a packed matrix as numbers: exactly what GGUF's block says.
 void unpack_row(const Matrix &matrix, int row, int lanes, float *out);
+
+// A row of one packed matrix as a row of another of the same type and columns.
+void copy_row(const Matrix &from, int row, const Matrix &to, int to_row, int lanes, uint8_t *out);

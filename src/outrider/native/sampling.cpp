@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "sampling.h"
 #include "sampling_table.h"
 
 #if defined(_WIN32)
@@ -19,17 +20,6 @@
 #endif
 
 const SamplingKernels &sampling_kernels(void);
-
-// The settings of a request, as native/sampling.py writes them.
-struct SamplingJob {
-    int32_t first_word;  // the seed
-    int32_t second_word;
-    float temperature;    // 0: greedy
-    int32_t top_k;        // 0: off
-    float top_p;          // above 1: off
-    float min_p;          // its logarithm; minus infinity: off
-    int32_t is_matching;  // judged by the target's own token, or by rejection
-};
 
 // A place in a job's drafts: the root, or after a draft. -1 is nobody.
 struct SamplingNode {
@@ -546,6 +536,11 @@ Verdict judge(const SamplingJob &job, int32_t length, int32_t root, const Logits
     return verdict;
 }
 
+void write_one_hot(float *probs, int32_t size, int32_t token) {
+    memset(probs, 0, size * sizeof(float));
+    probs[token] = 1.0f;
+}
+
 }  // namespace
 
 // Judges every job: `lengths` tokens long, its drafts those from node `roots` on.
@@ -563,23 +558,27 @@ EXPORTED void outrider_judge(const float *logits, int64_t stride, int32_t size, 
     }
 }
 
+int32_t draw_token(const SamplingJob &job, const float *logits, int32_t size, int32_t position, int32_t stream,
+                   float *probs) {
+    Row row(job, logits, size);
+    if (!row.is_usable()) return -1;
+    const int32_t token = row.draw(key_of(job, position, stream));
+    if (probs && !job.is_matching) row.write_probabilities(probs);
+    else if (probs) write_one_hot(probs, size, token);
+    return token;
+}
+
 // Draws a token from every row, each under a job of its own. out [2, rows]: the token, and whether the row was
-// unusable. probs [rows, size] or null: what it was drawn from, one-hot where the job is judged by matching.
+// unusable. probs [rows, size] or null: see `draw_token`.
 EXPORTED void outrider_draw(const float *logits, int64_t stride, int32_t size, const SamplingJob *jobs, int32_t count,
                             const int32_t *positions, const int32_t *streams, float *probs, int64_t *out) {
     for (int32_t index = 0; index < count; index++) {
-        const SamplingJob &job = jobs[index];
-        Row row(job, logits + index * stride, size);
         float *target = probs ? probs + static_cast<int64_t>(index) * size : nullptr;
-        out[index] = row.is_usable() ? row.draw(key_of(job, positions[index], streams[index])) : 0;
-        out[count + index] = !row.is_usable();
-        if (!target) continue;
-        if (row.is_usable() && !job.is_matching) {
-            row.write_probabilities(target);
-        } else {
-            memset(target, 0, size * sizeof(float));
-            target[out[index]] = 1.0f;
-        }
+        const float *row = logits + index * stride;
+        const int32_t token = draw_token(jobs[index], row, size, positions[index], streams[index], target);
+        out[index] = std::max(token, 0);
+        out[count + index] = token < 0;
+        if (target && token < 0) write_one_hot(target, size, 0);
     }
 }
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import OutriderError
+from outrider.native.binding import address
 from outrider.native.library import library
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.ops import Drawn, SamplingOps, remember
-from outrider.sampling.warp import Controls, History, Shaped, adjust, diagnose, shape
+from outrider.sampling.warp import Controls, History, Shaped, adjust, changes_logits, diagnose, shape
 from outrider.types import Array, Drafts, Job, SamplingParams, Scores, Verdicts
 
 # As sampling.cpp has them.
@@ -88,7 +89,45 @@ class NativeNoise(Noise):
         jobs["is_matching"] = 1
         streams = np.empty(x.shape[0], dtype=np.int32)
         streams[...] = stream
-        return _draw(self._native, x, _address(jobs), positions, streams, None)[0]
+        return _draw(self._native, x, address(jobs), positions, streams, None)[0]
+
+
+class NativeDrawing:
+    """`sampling.ops.Drawing` for a model that is native, too: it may write what it draws itself (`native/roll.h`)."""
+
+    watch = None
+
+    def __init__(self, native: ctypes.CDLL, settings: _Settings, lengths: Sequence[int], steps: int) -> None:
+        self._native, self._step = native, 0
+        self.settings, self.streams = settings.address, settings.streams
+        self._kept = settings  # whose address that is
+        self.lengths = np.array(lengths, dtype=np.int32)
+        self.drawn = np.zeros((len(lengths), steps), dtype=np.int64)
+        self._probs: Array | None = None
+
+    def probs(self, vocab_size: int) -> Array | None:
+        """Where the rows go that are drawn from; None: nobody will ask for them. [B, steps, V]"""
+        if self._probs is None and self._kept.weighed:
+            self._probs = np.empty((*self.drawn.shape, vocab_size), dtype=np.float32)
+        return self._probs
+
+    def step(self, logits: Array) -> Array:
+        at, self._step = self._step, self._step + 1
+        probs = self.probs(logits.shape[1])
+        rows = None if probs is None else np.empty(logits.shape, dtype=np.float32)
+        positions = self.lengths + np.int32(at)
+        self.drawn[:, at] = _draw(self._native, logits, self.settings, positions, self.streams, rows)[0]
+        if probs is not None:
+            probs[:, at] = rows
+        return self.drawn[:, at]
+
+    def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
+        tokens, probs = self.drawn, self._probs
+        if all(count == tokens.shape[1] for count in counts):  # nothing need be copied
+            return tokens.reshape(-1), None if probs is None else probs.reshape(-1, probs.shape[2])
+        parts = list(enumerate(counts))
+        rows = None if probs is None else np.concatenate([probs[index, :count] for index, count in parts])
+        return np.concatenate([tokens[index, :count] for index, count in parts]), rows
 
 
 class NativeSampling(SamplingOps):
@@ -111,17 +150,17 @@ class NativeSampling(SamplingOps):
         probs = None if drafts.probs is None else _plain(drafts.probs)
         out = np.empty((4, num_jobs), dtype=np.int64)
         self._native.outrider_judge(
-            _address(x),
+            address(x),
             x.strides[0] // 4,
             x.shape[1],
             settings.address,
             num_jobs,
-            _address(lengths),
+            address(lengths),
             *nodes.addresses,
-            _address(tokens),
-            None if probs is None else _address(probs),
+            address(tokens),
+            None if probs is None else address(probs),
             0 if probs is None else probs.strides[0] // 4,
-            _address(out),
+            address(out),
         )
         verdicts = Verdicts(out[0], out[1])
         ends, unusable = out[2:].tolist()
@@ -137,6 +176,13 @@ class NativeSampling(SamplingOps):
                     if nodes.rows[node] in faults:
                         verdicts.faults[index] = faults[nodes.rows[node]]
         return verdicts
+
+    def drawing(self, jobs: Sequence[Job], steps: int, further: Array | None = None) -> NativeDrawing | None:
+        """As long as nothing but native code shapes their rows."""
+        settings = self._settings_of(jobs)
+        if settings.changes_logits or settings.is_typical or further is not None:
+            return None
+        return NativeDrawing(self._native, settings, [len(job.tokens) for job in jobs], steps)
 
     def draft(self, jobs: Sequence[Job], drafted: Sequence[Sequence[int]], logits: Array) -> Drawn:
         faults: dict[int, OutriderError] = {}
@@ -155,13 +201,13 @@ class NativeSampling(SamplingOps):
         x, settings = self._prepare(jobs, [1] * len(jobs), logits, history, faults)
         shaped, unusable = np.empty(x.shape, dtype=np.float32), np.empty(len(jobs), dtype=np.int64)
         self._native.outrider_shape(
-            _address(x),
+            address(x),
             x.strides[0] // 4,
             x.shape[1],
             settings.address,
             len(jobs),
-            _address(shaped),
-            _address(unusable),
+            address(shaped),
+            address(unusable),
         )
         for row in np.flatnonzero(unusable).tolist():
             faults.setdefault(row, diagnose(np, logits[row, :], x[row, :]))
@@ -212,15 +258,15 @@ def _draw(
     x, positions = _plain(x), np.ascontiguousarray(positions, dtype=np.int32)
     out = np.empty((2, x.shape[0]), dtype=np.int64)
     native.outrider_draw(
-        _address(x),
+        address(x),
         x.strides[0] // 4,
         x.shape[1],
         settings,
         x.shape[0],
-        _address(positions),
-        _address(streams),
-        None if probs is None else _address(probs),
-        _address(out),
+        address(positions),
+        address(streams),
+        None if probs is None else address(probs),
+        address(out),
     )
     return out[0], out[1]
 
@@ -235,13 +281,10 @@ def _build_settings(jobs: Sequence[Job], is_shaped: bool) -> _Settings:
     array = np.array(entries, dtype=_JOB)
     return _Settings(
         jobs=array,
-        address=_address(array),
+        address=address(array),
         weighed=any(weighed),
         streams=np.array([Stream.DRAFT if w else Stream.TARGET for w in weighed], dtype=np.int32),
-        changes_logits=any(
-            p.processors or p.penalised or p.logit_bias or p.banned or job.grammar is not None or job.min_length
-            for job, p in zip(jobs, params, strict=True)
-        ),
+        changes_logits=any(map(changes_logits, jobs)),
         is_typical=any(p.temperature and p.typical_p < 1.0 for p in params),
     )
 
@@ -292,7 +335,7 @@ def _build_nodes(drafts: Drafts, rows: Sequence[int]) -> _Nodes:
         first_draft += num_drafts
     nodes = np.array([tuple(entry) for entry in entries], dtype=_NODE)
     starts = np.array(roots, dtype=np.int32)
-    return _Nodes(nodes, starts, (_address(starts), _address(nodes)), [entry[0] for entry in entries], parents)
+    return _Nodes(nodes, starts, (address(starts), address(nodes)), [entry[0] for entry in entries], parents)
 
 
 def _plain(x: Array) -> Array:
@@ -300,9 +343,3 @@ def _plain(x: Array) -> Array:
     if x.dtype == np.float32 and x.strides[1] == 4 and x.strides[0] % 4 == 0:
         return x
     return np.ascontiguousarray(x, dtype=np.float32)
-
-
-def _address(array: Array) -> int:
-    if array.flags.carray and array.size:  # a third of the time of asking numpy
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    return int(array.ctypes.data)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from outrider.errors import OutriderError
 from outrider.sampling.noise import Noise
-from outrider.sampling.warp import Controls, Shaped, softmax
+from outrider.sampling.warp import Controls, Shaped, diagnose, softmax
 from outrider.types import Array
 
 
@@ -103,6 +105,41 @@ class DraftRows:
             shifted = x - xp.max(x, axis=-1, keepdims=True)
             self._logs = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
         return self._logs
+
+
+class OwnRows:
+    """Rows over a draft's own tokens, of which only the likeliest are wanted: nothing is as long as the vocabulary.
+
+    rows: [n, own], warps: temperature and the logarithm of min_p of each, ids: the token of each column, where they
+    are not the same. For numpy's arrays.
+    """
+
+    def __init__(self, rows: Array, warps: Sequence[tuple[float, float]], ids: Array | None) -> None:
+        warp = np.asarray(warps, dtype=np.float32)
+        with np.errstate(invalid="ignore"):
+            x = (rows - rows.max(axis=1, keepdims=True)) / warp[:, :1]
+            x[x < warp[:, 1:]] = -np.inf
+            self._logs = np.log(np.exp(x).sum(axis=1))
+        self._x, self._ids = x, ids
+        unusable = np.flatnonzero(np.isnan(self._logs)).tolist()
+        self.faults: dict[int, OutriderError] = {row: diagnose(np, rows[row], rows[row]) for row in unusable}
+
+    def draw(self, counts: Sequence[int], *, certain: bool) -> Children:
+        """As `DraftRows.draw`; always the likeliest."""
+        assert certain, "nothing is drawn from these"
+        x, every, found = self._x.copy(), np.arange(len(counts)), []
+        for _ in range(max(counts, default=0)):
+            best = x.argmax(axis=1)
+            found.append((best, x[every, best] - self._logs))
+            x[every, best] = -np.inf
+        children = Children([], [], [], None)
+        for row, count in enumerate(counts):
+            for best, logs in found[: 0 if row in self.faults else count]:
+                if logs[row] > -np.inf:  # a row may run out of tokens
+                    children.rows.append(row)
+                    children.tokens.append(int(best[row] if self._ids is None else self._ids[best[row]]))
+                    children.confidences.append(float(logs[row]))
+        return children
 
 
 def _highest(xp: Any, x: Array, count: int) -> Array:

@@ -328,6 +328,12 @@ def _running_sum(xp: Any, mass: Array) -> Array:
     return xp.cumulative_sum(mass, axis=-1, dtype=xp.float64)
 
 
+def changes_logits(job: Job) -> bool:
+    """Whether a request does more to its rows than temperature and filters."""
+    p = job.params
+    return bool(p.processors or p.penalised or p.logit_bias or p.banned or job.grammar is not None or job.min_length)
+
+
 def diagnose(xp: Any, model_row: Array, row: Array) -> OutriderError:
     """Why a row has no usable maximum: the model's fault, or what the request did to it."""
     if bool(xp.any(xp.isnan(model_row))):

@@ -26,7 +26,8 @@ from outrider.backends.cuda.layout import (
     tile_for,
 )
 from outrider.backends.cuda.program import Model, Program, Work, build_work
-from outrider.backends.eagle_head import EagleHead, Entries
+from outrider.backends.eagle_head import EagleHead
+from outrider.backends.head_base import Entries
 from outrider.backends.torch_common import on, sent
 from outrider.sampling.ops import Drawing
 from outrider.types import Slot
