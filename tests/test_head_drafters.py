@@ -212,10 +212,14 @@ class Watch:
         assert seat.slot == job.slot and seat.guesses is None
         assert seat.seen == job.cached == pages.length(seat.slot, 0)
         reported = pages.length(seat.slot, number)
-        assert reported == (0 if seat.gap else min(seat.read + 1, seat.seen))
+        assert reported == (0 if seat.gap else seat.read + min(1, len(seat.pending)))
+        assert not seat.waiting or not job.wanted
         states = pass_states(self.fresh_target, job.tokens[: job.cached], self.head.hidden)
         fused = self.fresh.fuse(self.fresh.pick(states, range(job.cached)))
-        assert close(seat.pending, fused[seat.read :])
+        assert close(seat.pending, fused[seat.read : seat.read + len(seat.pending)])
+        if seat.waiting:
+            waiting = self.head.fuse([self.head.join(parts) for parts in zip(*seat.waiting, strict=True)])
+            assert close(waiting, fused[seat.read + len(seat.pending) :]) and len(waiting) == seat.num_waiting
         count = seat.read - seat.first
         slot = self.fresh_target.open([], job.cached + 2)
         if count:

@@ -4,6 +4,7 @@
     read      (h0,t1) (h1,t2)             entries in the head's cache, below the target's length
     pending                   (h2,t3) (h3,t4)   seen and not read: the next proposal begins with them
 
+As long as nobody wants drafts for a job, its hidden states only wait: what is never read costs next to nothing.
 What the head feeds itself lies behind the entries that were read, and counts for nobody: after a round it is as if it
 had never been. So a round reads what was kept and one more, never the history.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -31,6 +32,7 @@ from outrider.sampling.warp import changes_logits
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
 MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once, as long prompts are
+MOST_WAITING = 2**22  # numbers of hidden states that may wait until somebody wants drafts
 
 
 @dataclass(slots=True)
@@ -43,11 +45,17 @@ class Seat:
     pending: Array  # [n, width] fused hidden states of entries that were not read yet
     gap: bool = False  # the target remembered more of the beginning than the head: it sees only what came after
     guesses: Array | None = None  # [1 + fed, width] what entries after the last true one and its own are made of
+    waiting: list[list[Array]] = field(default_factory=list)  # hidden states that come after those, as they were given
+    num_waiting: int = 0  # tokens of them
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending) + self.num_waiting
 
     @property
     def seen(self) -> int:
         """Tokens whose hidden states it was given."""
-        return self.read + len(self.pending)
+        return self.read + self.num_pending
 
 
 class EagleDrafter:
@@ -84,6 +92,7 @@ class EagleDrafter:
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
         feeds = [self._feed(job, room, tree, drafts) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
         rooms = [min(room, feed) for room, feed in zip(rooms, feeds, strict=True)]
+        self._take_in([job for job, room in zip(jobs, rooms, strict=True) if room])
         if not any(tree and room for tree, room in zip(trees, rooms, strict=True)) and self._roll(jobs, rooms, drafts):
             return drafts
         if self._grow(jobs, rooms, feeds, trees, drafts):
@@ -149,13 +158,34 @@ class EagleDrafter:
         mine = [kept for kept in mine if self._sit(kept)]
         if not mine:
             return 0
-        fused = self.head.fuse(self.head.pick(scores.hidden, [row for kept in mine for row in kept.rows]))
-        for kept, fresh in zip(mine, _split(fused, [len(kept.rows) for kept in mine]), strict=True):
-            seat = self.seats[kept.job.id]
-            seat.pending = self.head.join([seat.pending, fresh]) if len(seat.pending) else fresh
-            self.head.keep_edges(seat.slot, kept.start, fresh)
-            self._report(seat)
-        long = [kept.job for kept in mine if len(self.seats[kept.job.id].pending) > MOST_PENDING]
+        width = 0
+        for kept in mine:
+            seat, states = self.seats[kept.job.id], self.head.pick(scores.hidden, kept.rows)
+            seat.waiting.append(states)
+            seat.num_waiting += len(kept.rows)
+            width = sum([one.shape[1] for one in states])
+        return self._take_in(
+            [
+                kept.job
+                for kept in mine
+                if _is_wanted(kept.job) or width * self.seats[kept.job.id].num_waiting > MOST_WAITING
+            ]
+        )
+
+    def _take_in(self, jobs: Sequence[Job]) -> int:
+        """What waits is pending from here on, and all but the last of many is read. Returns the passes of that."""
+        seats = [seat for job in jobs if (seat := self.seats[job.id]).waiting]
+        if seats:
+            parts = [states for seat in seats for states in seat.waiting]
+            features = [one[0] if len(one) == 1 else self.head.join(one) for one in zip(*parts, strict=True)]
+            fused = self.head.fuse(features)
+            for seat, fresh in zip(seats, _split(fused, [seat.num_waiting for seat in seats]), strict=True):
+                start = seat.read + len(seat.pending)
+                seat.pending = self.head.join([seat.pending, fresh]) if len(seat.pending) else fresh
+                seat.waiting, seat.num_waiting = [], 0
+                self.head.keep_edges(seat.slot, start, fresh)
+                self._report(seat)
+        long = [job for job in jobs if len(self.seats[job.id].pending) > MOST_PENDING]
         if long:
             # The last one waits: its entry lies past the target's length, where pages may be taken away.
             self._read_pending(long, spare=1)
@@ -174,7 +204,7 @@ class EagleDrafter:
             drafts.fallbacks.append((job, f"the answer is past the head's context of {context} tokens"))
             return 0
         seat = self._seat(job)
-        if width == 0 or seat is None or seat.seen != len(job.tokens) - 1 or not len(seat.pending):
+        if width == 0 or seat is None or seat.seen != len(job.tokens) - 1 or not seat.num_pending:
             return 0
         if room < width:
             drafts.fallbacks.append((job, f"the answer comes to the end of the head's context of {context} tokens"))
@@ -215,7 +245,7 @@ class EagleDrafter:
 
     def _report(self, seat: Seat) -> None:
         """Tell the account of pages what can be found again: entries below the hidden states that are known."""
-        length = min(seat.read + 1, seat.seen)
+        length = seat.read + min(1, len(seat.pending))
         pages = self.head.pages
         if not seat.gap and length > pages.length(seat.slot, self.head.number):
             pages.advance(seat.slot, self.head.number, length)
@@ -309,6 +339,11 @@ def _split(rows: Array, counts: Sequence[int]) -> list[Array]:
     """Rows in parts of so many."""
     ends = list(accumulate(counts))
     return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _is_wanted(job: Job) -> bool:
+    """Whether drafts were asked for in the last round: then they will be, most likely, in the next."""
+    return job.width is not None or job.wanted
 
 
 def _is_ranked_plainly(job: Job) -> bool:
