@@ -190,6 +190,19 @@ def test_the_batch_and_the_tokens_in_flight_are_limited() -> None:
     assert start_all(scheduler) == [jobs[2]], "it is the first in line again"
 
 
+def test_some_begin_together() -> None:
+    """At once while nobody runs, then when there is room for three, or for all who still wait."""
+    engine = engine_of("fcfs", max_batch=4, together=3)
+    lengths = (2, 3, 6, 9, 5, 5, 5, 9, 2)
+    streams = engine.open_streams([Request(prompt=[1, 2], max_tokens=one, ignore_eos=True) for one in lengths])
+    sizes = []
+    while engine.num_requests:
+        engine.step()
+        sizes.append(len(engine.loop.scheduler.running) + sum(stream.result is not None for stream in streams))
+    assert [stream.result is not None for stream in streams] == [True] * len(lengths)
+    assert sizes[0] == 4 and sorted(set(sizes)) == [4, 7, 9], "so many have begun, in the end all of them"
+
+
 def test_a_job_that_fits_does_not_overtake_one_that_does_not() -> None:
     jobs = [new_job(answer=answer, arrival=float(place)) for place, answer in enumerate([50, 50, 1])]
     scheduler = scheduler_of(jobs, max_in_flight=70)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from outrider import Engine
-from outrider.train.texts import invented
+from outrider.train.texts import SCHEDULING, invented
 
 CHATS, ASKED, TRANSLATIONS, TEXTS, MATHS = 6000, 6000, 3000, 2400, 6000
 LANGUAGES = {"german": 6, "french": 1, "spanish": 1}  # how often each is to be translated
@@ -57,7 +57,7 @@ def main(model: str, out: str, *files: str, share: float = 1.0, device: str = "a
     def tell(what: str) -> None:
         sys.stderr.write(f"{what}, {time.monotonic() - started:.0f} s\n")
 
-    with Engine.load(model, draft="none", device=device, max_batch=256, cache_tokens=2**18) as engine:
+    with Engine.load(model, draft="none", device=device, scheduling=SCHEDULING, cache_tokens=2**18) as engine:
         for beginnings, wanted in (([""], CHATS), (words["beginnings"], ASKED)):
             prompts += [{"tokens": tokens} for tokens in invented(engine, count(wanted), 0, beginnings=beginnings)]
             tell(f"{len(prompts)} prompts")

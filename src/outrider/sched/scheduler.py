@@ -44,6 +44,7 @@ class Scheduler:
         self._num_entries = 0
         self._running: dict[int, Job] = {}  # by id: leaving costs the same in any batch
         self._in_flight = 0  # tokens that the running may come to
+        self._is_opening = False  # some begin together, just now
 
     @property
     def running(self) -> Collection[Job]:
@@ -63,7 +64,12 @@ class Scheduler:
         """The job that may start next, if the batch has room for it. Nobody overtakes it."""
         while self._line and self._line[0][2] not in self._waiting:
             heappop(self._line)
-        if not self._line or len(self._running) >= self.config.max_batch:
+        free = self.config.max_batch - len(self._running)
+        if not self._line or free <= 0:
+            self._is_opening = False
+            return None
+        self._is_opening |= not self._running or free >= min(self.config.together, len(self._waiting))
+        if not self._is_opening:
             return None
         job, most = self._waiting[self._line[0][2]], self.config.max_in_flight
         if most is not None and self._running and self._in_flight + job.limit > most:

@@ -12,12 +12,10 @@ from outrider.errors import ConfigError
 from outrider.train.eagle import EagleTrainer, Report, layers_of
 from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
-from outrider.train.texts import Texts, answer, invented, prompts_from
+from outrider.train.texts import SCHEDULING, Texts, answer, invented, prompts_from
 
 CURVE = "progress.jsonl"  # how good the head was at each checkpoint
 CHAIN = 5  # drafts of a round, in evaluation
-PREFILL = 8192  # tokens of prompts in a pass: nobody waits for an answer's next token
-AT_ONCE = 256  # prompts that are answered together, where there is room for them
 
 Say = Callable[[str], None]
 
@@ -38,9 +36,8 @@ def train(
         raise ConfigError(f"{folder} is a file; name a folder for the head", param="out")
     folder.mkdir(parents=True, exist_ok=True)
     check_same(folder, settings)
-    loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "max_batch": AT_ONCE}
-    loading["prefill_chunk"] = PREFILL
-    room = max(2 * settings.tokens, AT_ONCE * (settings.length + settings.max_tokens))
+    loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "scheduling": SCHEDULING}
+    room = max(2 * settings.tokens, SCHEDULING.max_batch * (settings.length + settings.max_tokens))
     with Engine.load(settings.model, cache_tokens=room, **loading) as engine:
         layers_of(engine)  # says so now where no head can sit, not after an hour of answers
         texts = gather(engine, settings, folder, say)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.config import SchedulerConfig
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, OutriderError
 from outrider.train.settings import TrainSettings
@@ -16,6 +17,7 @@ from outrider.types import FinishReason, Request, SamplingParams
 
 FILE = "texts.npz"
 AT_ONCE = 2048  # prompts that the engine is given together
+SCHEDULING = SchedulerConfig(max_batch=256, prefill_chunk=8192, together=64)  # nobody waits for a first token
 MOST_INVENTED = 96  # tokens of a prompt
 SHORTEST = 12  # letters of one
 LEAST_SAID = 8  # tokens of an answer that teaches something
