@@ -228,7 +228,7 @@ CONFIGS = [
         ConfigError,
         "invalid_config",
         "draft",
-        "'model' names no draft; choose none, ngram, suffix, layerskip[:N], medusa:PATH, eagle:PATH, MODEL",
+        "'model' names no draft; choose none, ngram, suffix, layerskip[:N], medusa:PATH, eagle[:PATH], MODEL",
         lambda: Engine.load(mock(), draft="model"),
     ),
     refuses(ConfigError, "invalid_config", "draft", "'' names no draft", lambda: Engine.load(mock(), draft="ngram,")),
@@ -264,7 +264,7 @@ CONFIGS = [
         ConfigError,
         "invalid_config",
         "draft",
-        "eagle needs an EAGLE head trained for the target; write eagle:PATH",
+        "eagle heads need a transformer that runs on our own backend, not mock-0",
         lambda: Engine.load(mock(), draft="eagle"),
     ),
     refuses(
@@ -328,7 +328,7 @@ CONFIGS = [
             ("NGRAM", "ngram"),
             ("suffx", "suffix"),
             ("medussa", "medusa:PATH"),
-            ("eagel:x", "eagle:PATH"),
+            ("eagel:x", "eagle[:PATH]"),
             ("layerskp:3", "layerskip"),
         )
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,35 @@ def test_a_head_of_other_weights_is_refused(model: str, texts: Texts, tmp_path: 
         ModelFileError, match=r"the head was trained on other weights .* train one: outrider train eagle"
     ):
         Engine.load(other, draft=f"eagle:{tmp_path / 'head'}", backend="torch")
+
+
+def test_a_head_is_found_by_the_weights_it_was_made_for(
+    model: str, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no EAGLE head belongs to .*; train one \(outrider train eagle\), or write"):
+        Engine.load(model, draft="eagle", backend="torch")
+    for name in ("older", "newer"):
+        engine, one = trainer(model, texts, tmp_path / "heads" / name, updates=1)
+        with engine:
+            one.run(lambda report: None)
+    os.utime(tmp_path / "heads" / "older" / "config.json", (1, 1))
+    (tmp_path / "heads" / "broken").mkdir()
+    (tmp_path / "heads" / "broken" / "config.json").write_text("{")
+    with Engine.load(model, draft="ngram,eagle", backend="torch", width=2) as engine:
+        drafter: Any = engine.loop.router.drafters["eagle"]
+        assert engine.method == "ngram,eagle" and drafter.head.name == "newer"
+        assert len(engine.generate([5, 6, 7], max_tokens=6, temperature=0.0).token_ids) == 6
+    with pytest.raises(ConfigError, match="no EAGLE head belongs to"):
+        Engine.load("random:tiny-taught", draft="eagle", backend="torch")
+
+
+def test_a_line_is_what_ends_with_a_newline(model: str, tmp_path: Path) -> None:
+    """JSON may hold signs that other readers take for the end of a line."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"tokens": [5], "note": "a\u2028b\u0085c"}\n\n{"tokens": [6]}\n', encoding="utf-8")
+    with Engine.load(model, draft="none", backend="torch") as engine:
+        assert prompts_from(engine, [str(path)], 9) == [[5], [6]]
 
 
 def test_a_command_that_failed_can_be_mended(model: str, tmp_path: Path) -> None:

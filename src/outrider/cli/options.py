@@ -19,7 +19,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Who guesses: none, ngram, suffix, layerskip[:N], medusa:PATH, eagle:PATH, a model, reencode:MODEL, "
+        help="Who guesses: none, ngram, suffix, layerskip[:N], medusa:PATH, eagle[:PATH], a model, reencode:MODEL, "
         "or several with commas "
         "(see `outrider methods`)."
     ),

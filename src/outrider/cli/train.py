@@ -26,7 +26,12 @@ def _group() -> None:
 @app.command()
 def eagle(
     model: Annotated[str, typer.Option(help="The target: a path or a name.")],
-    out: Annotated[Path, typer.Option(help="Where the head goes, with all that is needed to go on later.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the head goes, with all that is needed to go on later; a folder where `eagle` finds it."
+        ),
+    ] = None,
     prompts: Annotated[
         list[str] | None, typer.Option(help="A file of prompts (.jsonl or lines); without any the model invents them.")
     ] = None,
@@ -45,11 +50,15 @@ def eagle(
     """An EAGLE-3 head: the model answers prompts, and the head learns to guess what it says. Broken off, the same
     command goes on."""
     require_torch("train")
+    from outrider.models.own_heads import trained_heads
     from outrider.train.run import train as run
     from outrider.train.settings import TrainSettings
 
+    path = ModelSource.parse(model).fetch()
+    is_found = out is None  # by its fingerprint
+    out = out or trained_heads() / path.stem
     settings = TrainSettings(
-        model=str(ModelSource.parse(model).fetch()),
+        model=str(path),
         prompts=tuple(prompts or ()),
         num_prompts=num_prompts,
         held_out=held_out,
@@ -63,7 +72,7 @@ def eagle(
         seed=seed,
     )
     found = run(settings, out, device=device, say=_say, report=_Lines(updates))
-    typer.echo(f"{out}: a head for {model}; use it with --draft eagle:{out}")
+    typer.echo(f"{out}: a head for {model}; use it with --draft eagle{'' if is_found else f':{out}'}")
     if found is not None:
         places = " ".join(f"{share:.2f}" for share in found.kept_by_place)
         typer.echo(

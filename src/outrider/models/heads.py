@@ -18,6 +18,7 @@ from outrider.models.facts import Facts
 from outrider.models.head_spec import IDS, OFFSETS, EagleSpec, HeadSpec, MedusaSpec
 from outrider.models.head_tensors import FLOATS, INTEGERS, Array, Tensors, open_tensors
 from outrider.models.medusa import medusa_shapes, read_medusa
+from outrider.models.own_heads import fingerprint_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +108,7 @@ def open_head(path: Path | str) -> HeadFile:
     facts = Facts(folder / "config.json", read_json(folder / "config.json"))
     tensors = open_tensors(weights)
     file = HeadFile(path, tensors, *(read_medusa if _is_medusa(facts) else read_eagle)(facts, tensors))
-    file.made_for = _made_for_weights(facts)
+    file.made_for = fingerprint_in(facts.values.get("outrider"))
     return file
 
 
@@ -160,13 +161,6 @@ def check_fit(file: HeadFile, host: Host) -> None:
     if reason is not None:
         message = f"{file.path}: the head does not fit {host.name}: {reason}; take one made for it"
         raise ModelFileError(message, param="draft")
-
-
-def _made_for_weights(facts: Facts) -> str | None:
-    ours = facts.values.get("outrider")
-    made_for = ours.get("made_for") if isinstance(ours, dict) else None
-    found = made_for.get("fingerprint") if isinstance(made_for, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def _made_for(spec: HeadSpec) -> tuple[int, int | None]:
