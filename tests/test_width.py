@@ -19,6 +19,7 @@ from outrider.spec.acceptance import DrafterRecord, JobRecord
 from outrider.spec.budget import Budget
 from outrider.spec.choice import Batch, Group, Prospect, best_choice, plain_rate
 from outrider.spec.costs import CostCurve, DraftCosts
+from outrider.spec.knowledge import Surprise
 from outrider.types import Event, Request, SamplingParams
 
 from conftest import drafter_of
@@ -127,6 +128,56 @@ def test_free_passes_divide_by_nothing() -> None:
     draft = MockBackend(MockConfig(**MODEL, drift=0.2), clock=clock)
     ours = Engine.load(MockBackend(MockConfig(**MODEL), clock=clock), draft=draft, clock=clock)
     assert len(ours.generate([1], seed=1, max_tokens=50).token_ids) == 50
+
+
+def test_a_point_that_was_not_visited_for_long_believes_the_next_sample() -> None:
+    """Contexts grow meanwhile, and rows of one size more than of another."""
+    curve = CostCurve()
+    for _ in range(24):
+        curve.add(1, 1.0)
+    assert curve.samples(1, 1) == 24.0
+    for _ in range(8):
+        curve.add(2, 1.5)
+    assert curve.samples(1, 1) == 24.0, "a few others change nothing"
+    for number in range(100):
+        curve.add(2, 1.5 + 0.01 * number)
+    assert curve.samples(1, 1) < 4.0 and curve.seconds(1) > 1.2
+    for _ in range(3):
+        curve.add(1, 1.1)
+    assert curve.seconds(1) == pytest.approx(1.1, rel=0.08)
+
+
+def test_probes_are_lucky_now_and_then() -> None:
+    surprise = Surprise()
+    surprise.add(1, 1, 0.05)
+    assert surprise.is_real(), "what was hardly ever kept is"
+    surprise.add(1, 1, 0.45)
+    assert not surprise.is_real()
+    surprise.add(0, 1, 0.45)
+    surprise.add(0, 1, 0.45)
+    assert not surprise.is_real()
+    for _ in range(3):
+        surprise.add(1, 1, 0.45)
+    assert surprise.is_real() and not surprise.is_real(), "three of three, after it began anew"
+
+
+def test_a_new_request_is_one_of_many() -> None:
+    """It begins as requests do on average, not as the last one ended."""
+    drafter = DrafterRecord()
+    for share in (0.4, 0.5, 0.45, 0.98):
+        record = JobRecord(0, drafter.offset)
+        for _ in range(300):
+            drafter.add(1, Outcome.of_chain(1, int(share > 0.5), 1 + int(share > 0.5)), 1)
+        drafter.look()
+        record.add(round(300 * share), 300, 300 * drafter.mean)
+        drafter.ended(record)
+    assert drafter.mean > 0.9
+    new = JobRecord(0, drafter.offset)
+    chance = drafter.outlook(new.shift, 1)[0]
+    assert 0.5 < chance < 0.8, chance
+    new.add(200, 200, 200 * drafter.mean)
+    new.look(200)
+    assert drafter.outlook(new.shift, 1)[0] > 0.9, "it speaks for itself soon"
 
 
 def test_costs_follow_a_drift_and_shrug_off_hiccups() -> None:

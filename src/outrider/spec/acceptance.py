@@ -21,6 +21,10 @@ OWN_WEIGHT = 12.0  # and after it has changed
 HALF_LIFE = 96.0  # emitted tokens after which a request's record counts for half
 RESTING = 16  # emitted tokens without a draft after which that is looked at
 CHANGE = 8.0  # factor between the odds of two states
+OFFSET_WEIGHT = 16.0  # judged tokens after which a request's first guess counts for a quarter
+APART = 0.5  # in log odds: less is chance
+REQUESTS = 8.0  # that a drafter's mean over requests remembers
+ENOUGH = 8.0  # judged tokens of a request that tell something of it
 EVIDENCE = 6.0  # of a change, in log likelihood, for a request
 ALL_EVIDENCE = 8.0  # for a drafter, whose requests differ
 CLASSES = 4  # of requests, per unit of log odds
@@ -79,8 +83,10 @@ class DrafterRecord:
         "_by_room",
         "_guess",
         "_new",
+        "_num_requests",
         "_odds",
         "_outlooks",
+        "_request_mean",
         "_sums",
         "_watch",
         "nodes",
@@ -101,6 +107,7 @@ class DrafterRecord:
         self._odds: list[float] = []  # of keeping each place, given those before it
         self._sums: list[float] = []  # expected to be kept of that many judged
         self._outlooks: dict[int, list[float]] = {}
+        self._num_requests = self._request_mean = 0.0  # requests that are over, and the mean of what they kept
         self.look()
 
     def add_silence(self) -> None:
@@ -145,6 +152,18 @@ class DrafterRecord:
         self._odds = [mean / (1.0 - mean) if mean < 0.999 else 999.0 for mean in means]
         self._sums = [0.0, *accumulate(means)]
         self._outlooks = {}
+
+    def ended(self, record: JobRecord) -> None:
+        """A request is over: each counts alike, however long it was."""
+        if record.judged >= ENOUGH:
+            self._num_requests = min(self._num_requests + 1.0, REQUESTS)
+            self._request_mean += (record.share - self._request_mean) / self._num_requests
+
+    @property
+    def offset(self) -> float:
+        """Log odds of a request that nothing is known of, against those of all tokens of late."""
+        offset = _log_odds(self._request_mean) - _log_odds(self.mean) if self._num_requests >= 2.0 else 0.0
+        return offset if abs(offset) > APART else 0.0
 
     @property
     def answers(self) -> float:
@@ -200,19 +219,28 @@ class DrafterRecord:
 class JobRecord:
     """One drafter for one request, as what was kept beside what the drafter's record made expect."""
 
-    __slots__ = ("_new", "_past", "_watch", "_weight", "at", "read", "shift")
+    __slots__ = ("_kept", "_new", "_offset", "_past", "_watch", "_weight", "at", "judged", "read", "shift")
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, offset: float = 0.0) -> None:
         self._new = [0.0, 0.0, 0.0]  # a tally that grows
         self._past = Tally()
         self._watch = Watch()
         self._weight = JOB_WEIGHT
         self.at = at  # the request's length at the last look
         self.read = 0  # and when the drafter was last asked: it has read as far as that
-        self.shift = 0  # of the log odds against all requests, in classes
+        self._offset = offset  # of the log odds, as long as it has not spoken for itself
+        self._kept, self.judged = 0.0, 0.0  # all in all
+        self.shift = self._shift()  # of the log odds against all requests, in classes
+
+    @property
+    def share(self) -> float:
+        """Of its judged tokens, those kept."""
+        return self._kept / self.judged
 
     def add(self, kept: int, judged: int, expected: float) -> None:
         new = self._new
+        self._kept += kept
+        self.judged += judged
         new[0] += kept
         new[1] += judged
         new[2] += expected
@@ -232,17 +260,28 @@ class JobRecord:
                 self._past = self._past.plus(new)
             else:
                 self._past, self._weight = since, OWN_WEIGHT
-        self.shift = max(-16, min(16, round(CLASSES * math.log(self._factor()))))
+                self._offset = 0.0
+        self.shift = self._shift()
         return since is not None
+
+    def _shift(self) -> int:
+        return max(-24, min(24, round(CLASSES * math.log(self._factor()))))
 
     def _factor(self) -> float:
         """Odds of this request over those of all."""
         kept, judged, expected = self._past
+        first = math.exp(self._offset * (OFFSET_WEIGHT / (OFFSET_WEIGHT + self.judged)) ** 2)
         if not judged:
-            return 1.0
+            return first
         usual = min(0.995, expected / judged)
+        usual = usual * first / (1.0 - usual + usual * first)
         own = min(0.995, (kept + self._weight * usual) / (judged + self._weight))
-        return own * (1.0 - usual) / (usual * (1.0 - own))
+        return first * own * (1.0 - usual) / (usual * (1.0 - own))
+
+
+def _log_odds(share: float) -> float:
+    share = min(max(share, 0.001), 0.999)
+    return math.log(share / (1.0 - share))
 
 
 def _at_least(histogram: list[float]) -> list[float]:

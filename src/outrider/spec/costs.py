@@ -16,6 +16,8 @@ CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
 WELL_KNOWN = 8  # samples, after which one more changes little:
 HINT = 0.11  # of a sample is what a pass tells that read a prompt
+FRESH = 8.0  # samples of other sizes that change nothing of what a point remembers
+FADING = 32.0  # further ones after which that counts for half: contexts grow meanwhile
 AT_MOST = 0.1  # of a sample is what can be less, so that the first real one takes its place
 SELDOM = 4  # of those so many are taken in together
 PACE = 0.04  # how quickly the common pace follows
@@ -35,6 +37,7 @@ class CostCurve:
         "_hopeful",
         "_in_proportion",
         "_is_settled",
+        "_now",
         "_num_added",
         "_pace",
         "_points",
@@ -44,12 +47,15 @@ class CostCurve:
 
     def __init__(self, *, in_proportion: bool = False) -> None:
         self._in_proportion = in_proportion
-        self._points: dict[int, list[float]] = {}  # class of sizes -> [size, seconds / pace, samples]
+        self._points: dict[
+            int, list[float]
+        ] = {}  # class of sizes -> [size, seconds / pace, samples, when the last was]
         self._hints: dict[int, list[float]] = {}  # the same, of passes that read prompts
         self._pace = 1.0
         self._usual = self._hopeful = Line([], [], 0.0)
         self._is_settled = False  # whether the lines are those of the points
         self._num_added = 0
+        self._now = 0.0  # samples so far
         self.noise = 0.0  # how far samples are usually off, as a share
 
     @property
@@ -67,7 +73,12 @@ class CostCurve:
 
     def samples(self, least: float, most: float) -> float:
         """How often such sizes were measured, as far as it remembers."""
-        return sum([point[2] for point in self._points.values() if least <= point[0] <= most and point[2] >= 1.0])
+        points = [point for point in self._points.values() if least <= point[0] <= most and point[2] >= 1.0]
+        return sum([self._left(point) for point in points])
+
+    def _left(self, point: list[float]) -> float:
+        """What is left of a point's samples."""
+        return max(1.0, point[2] * math.exp2(-max(0.0, self._now - point[3] - FRESH) / FADING))
 
     @property
     def most_per_second(self) -> float:
@@ -79,25 +90,28 @@ class CostCurve:
 
     def hint(self, size: float, seconds: float) -> None:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
-        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, HINT]
+        self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, HINT, 0.0]
         self._is_settled = False
 
     def add(self, size: float, seconds: float, *, at_most: bool = False) -> None:
         """at_most: it can take less, and usually does; that counts until something is known for certain."""
         key = int(size + 0.5) if size <= EXACT else EXACT + 1 + int(CLASSES * math.log(size / EXACT))
         point, seconds = self._points.get(key), max(seconds, LEAST)
+        if not at_most:
+            self._now += 1.0
         if point is None:
             if self._points:  # the first sample of a point is the least certain
                 seconds = min(seconds, 4.0 * self.seconds(size))
-            self._points[key] = [size, seconds / self._pace, AT_MOST if at_most else 1.0]
+            self._points[key] = [size, seconds / self._pace, AT_MOST if at_most else 1.0, self._now]
         elif at_most:
             point[1] = min(point[1], seconds / self._pace)
         elif seconds < 0.5 * point[1] * self._pace:
-            point[1], point[2] = seconds / self._pace, 1.0
+            point[1], point[2], point[3] = seconds / self._pace, 1.0, self._now
         else:
             change = min(seconds / (point[1] * self._pace), 2.0) - 1.0
-            samples = min(point[2] + 1.0, MEMORY)
-            self._points[key] = [point[0] + 0.1 * (size - point[0]), point[1] * (1.0 + change / samples), samples]
+            samples = min((self._left(point) if point[2] >= 1.0 else point[2]) + 1.0, MEMORY)
+            size = point[0] + 0.1 * (size - point[0])
+            self._points[key] = [size, point[1] * (1.0 + change / samples), samples, self._now]
             self.noise += PACE * (abs(change) - self.noise)
             if samples > 4.0:
                 self._pace *= 1.0 + PACE * change
@@ -122,7 +136,7 @@ class CostCurve:
         points = sorted(self._points.values())
         widest = 1.5 * points[-1][0] if points else 0.0
         points += sorted(hint for hint in self._hints.values() if hint[0] > widest)
-        points = points or [[1.0, 1.0 / self._pace, 1.0]]
+        points = points or [[1.0, 1.0 / self._pace, 1.0, 0.0]]
         points = self._below(points)
         sizes, seconds = self._line(points)
         self._usual = Line(sizes, seconds, self._last_slope(sizes, seconds))
@@ -182,7 +196,7 @@ class Line:
 def _never_falling(points: list[list[float]]) -> list[float]:
     """The seconds of points in order of size; neighbours that would fall are pooled (weighted means)."""
     pools: list[list[float]] = []  # [seconds, samples, points]
-    for _, cost, samples in points:
+    for _, cost, samples, _ in points:
         pools.append([cost, samples, 1.0])
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             high, low = pools.pop(), pools.pop()

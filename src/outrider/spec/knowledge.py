@@ -18,6 +18,7 @@ BRANCHING = 1.5  # a tree may miss as seldom as this power of a chain's misses
 SOON_OVER = 64  # an answer with fewer tokens to come is not worth a measurement
 NEAR = 1.1  # passes whose rows differ by less cost about the same
 ENOUGH_ROUNDS = 6  # to compare trees with chains
+LUCK = 1.5  # standard deviations that more was kept than expected
 CAUGHT_UP = 8  # unread tokens that cost nothing extra
 
 
@@ -42,6 +43,26 @@ class Gain:
         return self._tokens * other._plain / (self._plain * other._tokens)
 
 
+class Surprise:
+    """Whether probes keep more than expected, and more than by luck: some of many are always lucky."""
+
+    __slots__ = ("_more", "_variance")
+
+    def __init__(self) -> None:
+        self._more = self._variance = 0.0  # tokens, since the last time that it was less
+
+    def add(self, kept: float, judged: int, expected: float) -> None:
+        self._more += kept - expected
+        self._variance += expected * (1.0 - min(0.99, expected / judged)) if judged else 0.0
+
+    def is_real(self) -> bool:
+        """Asked once a round."""
+        found = self._more > LUCK * math.sqrt(self._variance)
+        if found or self._more <= 0.0:
+            self._more = self._variance = 0.0
+        return found
+
+
 class Knowledge:
     """Learns from every round."""
 
@@ -58,6 +79,7 @@ class Knowledge:
         self.is_surely_slower = False  # plain decoding of a batch, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
         self.chains, self.trees = Gain(), Gain()
+        self._surprise = Surprise()
         self.tree_round = 0  # when there was a tree
         self._costs: dict[str, DraftCosts] = {}
         self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
@@ -161,7 +183,6 @@ class Knowledge:
         excused = {job.id for job, _ in drafts.fallbacks}
         work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before, by newcomers of those
         rounds: dict[tuple[Ask, bool, Outcome], int] = {}
-        surprise = 0.0  # tokens that probes kept more than expected
         for place, (job, outcome) in zip(places, outcomes, strict=True):
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
@@ -184,7 +205,7 @@ class Knowledge:
                 record.add(kept, judged, expected)
                 record.read += kept
                 if probed and (job.id, name) in probed:
-                    surprise += kept - expected
+                    self._surprise.add(kept, judged, expected)
                 did = work.get(name)
                 if did is None:
                     did = work[name] = [0, 0, 0, 0]
@@ -195,7 +216,7 @@ class Knowledge:
                 if is_new:
                     did[3] += unread
                 break
-        if surprise > 0.5 * (math.sqrt(max(1, len(probed))) - 1.0):  # of many some are always lucky
+        if probed and self._surprise.is_real():
             self.budget.encourage()
         for (ask, branches, outcome), count in rounds.items():
             self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
@@ -222,7 +243,8 @@ class Knowledge:
         return reading_s
 
     def forget(self, job: Job) -> None:
-        self._jobs.pop(job.id, None)
+        for name, record in self._jobs.pop(job.id, {}).items():
+            self.drafter(name).ended(record)
 
     def drafter(self, name: str, branches: bool = False) -> DrafterRecord:
         record = self._drafters.get((name, branches))
@@ -242,7 +264,7 @@ class Knowledge:
             records = self._jobs[job.id] = {}
         record = records.get(name)
         if record is None:
-            record = records[name] = JobRecord(len(job.tokens))
+            record = records[name] = JobRecord(len(job.tokens), self.drafter(name).offset)
         return record
 
     def knows_drafter(self, name: str) -> bool:
