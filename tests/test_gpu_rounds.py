@@ -409,6 +409,7 @@ def test_costs_are_measured_beforehand(model: RandomFile, monkeypatch: pytest.Mo
     assert prices is not None and list(prices.passes) == [1, 2, 4, 8, 16]
     assert sorted(prices.drafts["model"]) == [(1, 1), (1, 3), (4, 1), (4, 3)]
     assert all(seconds > 0.0 for seconds in (*prices.passes.values(), *prices.drafts["model"].values()))
+    assert measure_prices(target, [LayerSkipDrafter(target.view(1))], 4, 3) is None, "its rounds are not queued"
     assert not pages.leases and target.pass_s(200, 1) is None, "nothing is left open, not even where there is no room"
     assert measure_prices(target, [NgramDrafter()], 4, 3) is None, "lookups have no price of their own"
 

@@ -24,22 +24,25 @@ def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_wi
     priced = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
     if not target.ops.queues or not hasattr(target, "pass_s") or not priced:
         return None
-    passes: dict[int, float] = {}
-    drafts: dict[str, dict[tuple[int, int], float]] = {}
+    drafts = {drafter.name: found for drafter in priced if (found := _steps(drafter, max_batch, max_width))}
+    return Prices(_passes(target, max_batch, max_width), drafts) if drafts else None
+
+
+def _steps(drafter: Drafter, max_batch: int, max_width: int) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], float] = {}
+    for jobs in sorted({min(jobs, max_batch) for jobs in JOBS}):
+        for steps in sorted({min(steps, max_width) for steps in STEPS}):
+            seconds = cast(Priced, drafter).draft_s(jobs, steps)
+            if seconds is not None:
+                found[jobs, steps] = seconds
+    return found
+
+
+def _passes(target: Backend, max_batch: int, max_width: int) -> dict[int, float]:
+    found: dict[int, float] = {}
     for rows in ROWS:
         each = -(-rows // max_batch)  # tokens of one sequence
-        if each > 1 + max_width:
-            break
-        seconds = cast(Measured, target).pass_s(rows // each, each)
+        seconds = cast(Measured, target).pass_s(rows // each, each) if each <= 1 + max_width else None
         if seconds is not None:
-            passes[rows // each * each] = seconds
-    for drafter in priced:
-        found: dict[tuple[int, int], float] = {}
-        for jobs in sorted({min(jobs, max_batch) for jobs in JOBS}):
-            for steps in STEPS:
-                seconds = cast(Priced, drafter).draft_s(jobs, min(steps, max_width))
-                if seconds is not None:
-                    found[jobs, min(steps, max_width)] = seconds
-        if found:
-            drafts[drafter.name] = found
-    return Prices(passes, drafts) if drafts else None
+            found[rows // each * each] = seconds
+    return found
