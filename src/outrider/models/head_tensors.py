@@ -13,17 +13,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from outrider.errors import MissingPackageError, ModelFileError
 from outrider.models.base import Shape
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+    Array = np.ndarray[Any, Any]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32")
-Array = np.ndarray[Any, Any]
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 _TORCH_TYPES = {
     "torch.float64": "F64",
@@ -91,6 +91,8 @@ class _Safetensors:
 
     def numbers(self, name: str) -> Array:
         """By hand: numpy has no BF16. The library has checked the offsets."""
+        import numpy as np  # opening a model loads this module, and needs no numbers yet
+
         try:
             with self.path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")

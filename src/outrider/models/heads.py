@@ -16,12 +16,14 @@ from outrider.models.base import Shape
 from outrider.models.eagle import eagle_shapes, read_eagle
 from outrider.models.facts import Facts
 from outrider.models.head_spec import IDS, OFFSETS, EagleSpec, HeadSpec, MedusaSpec
-from outrider.models.head_tensors import FLOATS, INTEGERS, Array, Tensors, open_tensors
+from outrider.models.head_tensors import FLOATS, INTEGERS, Tensors, open_tensors
 from outrider.models.medusa import medusa_shapes, read_medusa
 from outrider.models.own_heads import fingerprint_in
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from outrider.models.head_tensors import Array
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 
