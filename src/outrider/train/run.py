@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.train.eagle import EagleTrainer, Report, layers_of
 from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
-from outrider.train.texts import SCHEDULING, Texts, answer, invented, prompts_from
+from outrider.train.texts import SCHEDULING, Texts, answer, invented, longest_prompt, prompts_from
 
 CURVE = "progress.jsonl"  # how good the head was at each checkpoint
 CHAIN = 5  # drafts of a round, in evaluation
@@ -37,7 +37,8 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     check_same(folder, settings)
     loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "scheduling": SCHEDULING}
-    room = max(2 * settings.tokens, SCHEDULING.max_batch * (settings.length + settings.max_tokens))
+    # half of those who answer at once may be as long as can be: most are shorter, and others wait
+    room = max(2 * settings.tokens, SCHEDULING.max_batch // 2 * (settings.length + settings.max_tokens))
     with Engine.load(settings.model, cache_tokens=room, **loading) as engine:
         layers_of(engine)  # says so now where no head can sit, not after an hour of answers
         texts = gather(engine, settings, folder, say)
@@ -63,6 +64,10 @@ def gather(engine: Engine, settings: TrainSettings, folder: Path, say: Say) -> T
         prompts = prompts_from(engine, settings.prompts, settings.num_prompts)
     else:
         prompts = invented(engine, settings.num_prompts, settings.seed, lambda done, of: say(f"{done}/{of} prompts"))
+    too_long = sum(len(prompt) > longest_prompt(settings) for prompt in prompts)
+    if too_long:
+        say(f"{too_long} of {len(prompts)} prompts are left out: with an answer they have more than {settings.length} "
+            "tokens (--length)")  # fmt: skip
     texts = answer(engine, prompts, settings, lambda done, of: say(f"{done}/{of} answers"))
     if len(texts.tokens) <= settings.held_out:
         raise ConfigError(

@@ -148,12 +148,17 @@ def invented(
     return [engine.encode_chat([{"role": "user", "content": text}]) for text in list(found)[:count]]
 
 
+def longest_prompt(settings: TrainSettings) -> int:
+    """Tokens: a text has room for a few more, which are said to it."""
+    return settings.length - LEAST_SAID
+
+
 def answer(
     engine: Engine, prompts: Sequence[Sequence[int]], settings: TrainSettings, told: Told = lambda done, of: None
 ) -> Texts:
     """The target's own answers: every second greedy, the others sampled."""
     texts = Texts([], [])
-    prompts = [prompt for prompt in prompts if len(prompt) <= settings.length - LEAST_SAID]
+    prompts = [prompt for prompt in prompts if len(prompt) <= longest_prompt(settings)]
     for start in range(0, len(prompts), AT_ONCE):
         some = prompts[start : start + AT_ONCE]
         requests = [
