@@ -47,9 +47,8 @@ class CostCurve:
 
     def __init__(self, *, in_proportion: bool = False) -> None:
         self._in_proportion = in_proportion
-        self._points: dict[
-            int, list[float]
-        ] = {}  # class of sizes -> [size, seconds / pace, samples, when the last was]
+        # class of sizes -> [size, seconds / pace, samples, when the last was]
+        self._points: dict[int, list[float]] = {}
         self._hints: dict[int, list[float]] = {}  # the same, of passes that read prompts
         self._pace = 1.0
         self._usual = self._hopeful = Line([], [], 0.0)
