@@ -20,11 +20,13 @@ from outrider.errors import ConfigError, ModelFileError
 from outrider.kv.pages import Pages
 from outrider.models.heads import open_head
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
+from outrider.train import distance
 from outrider.train.batches import plan
 from outrider.train.eagle import CHECKPOINT, EagleTrainer, Report, most_said
 from outrider.train.features import Features
 from outrider.train.headfile import write_head
 from outrider.train.net import Past
+from outrider.train.optimizer import Muon
 from outrider.train.run import evaluate, train
 from outrider.train.settings import TrainSettings
 from outrider.train.texts import Texts, prompts_from
@@ -106,7 +108,7 @@ def test_what_is_trained_is_what_drafts(model: str, texts: Texts, tmp_path: Path
             for step in range(2):
                 embedded = one.features.embed(tokens[:, 1 + step : 1 + step + length])
                 hidden = one.net(embedded, hidden, step, past)
-                wanted.append(one.net.rows(hidden, one._matrix)[0])
+                wanted.append(one._logits(hidden)[0])
     file = open_head(tmp_path)
     target = TransformerBackend(RandomFile(model.removeprefix("random:")), Pages(64, 4))
     target.fingerprint = file.made_for
@@ -313,3 +315,31 @@ def test_every_text_comes_once_before_one_comes_again() -> None:
     assert filled < 1.1 * sum(lengths), "texts of one length come together"
     assert list(plan(lengths, 1000, 5, 130, 200)) == batches[130:], "also when it goes on there"
     assert list(plan(lengths, 1000, 6, 0, 9)) != batches[:9]
+
+
+def test_what_guesses_missed_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distance, "AT_ONCE", 3 * 11)  # in parts of three rows
+    torch.manual_seed(0)
+    guesses, matrix = torch.randn(8, 5, requires_grad=True), torch.randn(11, 5)
+    states = torch.randn(8, 5)
+    wanted = (states @ matrix.t()).softmax(-1)
+    missed = distance.missed_by(guesses, distance.pull_of(states, matrix), matrix)
+    (gradient,) = torch.autograd.grad(0.5 * missed, guesses)
+    plain = torch.nn.functional.cross_entropy(guesses @ matrix.t(), wanted, reduction="sum")
+    assert torch.allclose(missed, plain)
+    assert torch.allclose(gradient, torch.autograd.grad(0.5 * plain, guesses)[0], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's Muon says that this CPU has no bf16
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (24, 24)])
+def test_steps_are_those_of_torchs_muon(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    muon = Muon([ours])
+    known = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        muon.step(0.01)
+        known.step()
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()  # halves in theirs

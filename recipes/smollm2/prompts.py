@@ -14,7 +14,7 @@ from pathlib import Path
 from outrider import Engine
 from outrider.train.texts import SCHEDULING, invented
 
-CHATS, ASKED, TRANSLATIONS, TEXTS, MATHS = 6000, 6000, 3000, 2400, 6000
+CHATS, ASKED, TRANSLATIONS, TEXTS, MATHS = 14000, 14000, 3000, 5000, 6000
 LANGUAGES = {"german": 6, "french": 1, "spanish": 1}  # how often each is to be translated
 LONGEST = 480  # tokens of an article
 Words = dict[str, list[str]]
@@ -47,8 +47,8 @@ def translation(words: Words, dice: random.Random) -> str:
     return dice.choice(words[f"asked {language}"]).format(" ".join(sentences))
 
 
-def main(model: str, out: str, *files: str, share: float = 1.0, device: str = "auto") -> None:
-    words, dice, started = read_words(), random.Random(0), time.monotonic()
+def main(model: str, out: str, *files: str, share: float = 1.0, seed: int = 0, device: str = "auto") -> None:
+    words, dice, started = read_words(), random.Random(seed), time.monotonic()
     prompts: list[dict[str, object]] = []
 
     def count(number: int) -> int:
@@ -59,7 +59,9 @@ def main(model: str, out: str, *files: str, share: float = 1.0, device: str = "a
 
     with Engine.load(model, draft="none", device=device, scheduling=SCHEDULING, cache_tokens=2**18) as engine:
         for beginnings, wanted in (([""], CHATS), (words["beginnings"], ASKED)):
-            prompts += [{"tokens": tokens} for tokens in invented(engine, count(wanted), 0, beginnings=beginnings)]
+            prompts += [
+                {"tokens": tokens} for tokens in invented(engine, count(wanted), seed << 20, beginnings=beginnings)
+            ]
             tell(f"{len(prompts)} prompts")
         asked = [dice.choice(words["articles"]).format(dice.choice(words["topics"])) for _ in range(count(TEXTS))]
         requests = [engine.encode_chat([{"role": "user", "content": one}]) for one in asked]

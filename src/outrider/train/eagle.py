@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from outrider.backends.base import HeadHost
 from outrider.backends.heads import output_of
@@ -26,9 +25,11 @@ from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.head_spec import EagleSpec
 from outrider.train.batches import plan
+from outrider.train.distance import at_once, missed_by, pull_of
 from outrider.train.features import Batch, Features
 from outrider.train.headfile import head_spec, write_head
 from outrider.train.net import EagleNet, Past
+from outrider.train.optimizer import Optimizer
 from outrider.train.settings import TrainSettings
 from outrider.train.texts import Texts
 
@@ -36,7 +37,6 @@ CHECKPOINT = "checkpoint.pt"
 FLOOR = 0.02  # of the highest rate: the last updates learn so fast
 REPORTED = 20  # updates that a report is about
 HELD_BATCHES = 16  # of texts that were held out, at a checkpoint
-AT_ONCE = 2**28  # numbers of rows over tokens that are computed together
 
 
 class Report(NamedTuple):
@@ -70,11 +70,12 @@ class EagleTrainer:
         self.layers = layers_of(engine)
         self.features = Features(target, self.layers, settings.steps)
         self.device = self.features.device
+        self._dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # of products
         count = len(texts.tokens) - settings.held_out
         taught = Texts(texts.tokens[:count], texts.num_prompts[:count])
         self.ids = most_said(taught, settings.vocabulary, spec.num_columns)
         chosen = None if self.ids is None else torch.tensor(self.ids, device=self.device)
-        self._matrix = output_of(target, chosen).t().float().clone()
+        self._matrix = output_of(target, chosen).t().to(self._dtype).contiguous()
         self._own = torch.full((spec.num_columns,), -1, dtype=torch.int64)
         self._own[torch.arange(spec.num_columns) if self.ids is None else torch.tensor(self.ids)] = torch.arange(
             spec.num_columns if self.ids is None else len(self.ids)
@@ -82,13 +83,7 @@ class EagleTrainer:
         self._own = self._own.to(self.device)
         torch.manual_seed(settings.seed)
         self.net = EagleNet(head_spec(spec), len(self.layers)).to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.net.parameters(),
-            lr=settings.rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=self.device.type == "cuda",
-        )
+        self.optimizer = Optimizer(self.net)
         self.update = 0
         self.made_for = {"name": target.info.name, "fingerprint": getattr(target, "fingerprint", None)}
         if (folder / CHECKPOINT).exists():
@@ -100,14 +95,11 @@ class EagleTrainer:
         started, seen = time.perf_counter(), list[Tensor]()
         last = settings.updates if until is None else min(until, settings.updates)
         for chosen in self._batches(last):
-            for group in self.optimizer.param_groups:
-                group["lr"] = settings.rate * _rate(self.update, settings)
             batch = self._features(chosen)
             loss, outputs = self.losses(batch)
-            self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), settings.clip)
-            self.optimizer.step()
+            self.optimizer.step(settings.rate * _rate(self.update, settings))
             self.update += 1
             seen.append(loss.detach())
             is_last = self.update == last
@@ -131,11 +123,15 @@ class EagleTrainer:
             hidden = self.net.fuse(batch.states[:, :length, :-width])
             embedded = self.features.embed(batch.tokens).to(hidden.dtype)
             final = batch.states[..., -width:].flatten(0, 1)[rows.places]
+            with torch.autocast(self.device.type, enabled=False):
+                wanted = pull_of(final.to(self._dtype), self._matrix)
             past, total, weight = Past([], []), torch.zeros((), device=self.device), 0.0
             for step, count in enumerate(rows.reach):
                 hidden = self.net(embedded[:, 1 + step : 1 + step + length], hidden, step, past)
                 outputs.append(hidden.flatten(0, 1))
-                missed = self._missed(outputs[-1][rows.entries[:count] - step], final[:count])
+                guesses = self.net.normed(outputs[-1][rows.entries[:count] - step])
+                with torch.autocast(self.device.type, enabled=False):
+                    missed = missed_by(guesses, wanted[:count], self._matrix) / max(1, count)
                 share = settings.decay**step
                 total, weight = total + share * missed, weight + share
         return total / weight, [output.detach() for output in outputs]
@@ -143,7 +139,7 @@ class EagleTrainer:
     def kept(self, batch: Batch, outputs: Sequence[Tensor]) -> list[float]:
         """The share of places where all guesses up to each step are what the target says."""
         rows, width, kept = self._rows(batch), self._matrix.shape[1], []
-        size = _at_once(self.features.target.spec.num_columns)
+        size = at_once(self.features.target.spec.num_columns)
         with torch.no_grad():
             final = batch.states[..., -width:].flatten(0, 1)[rows.places]
             said = self._own[_likeliest(final, self.features.target.unembed, size)]
@@ -176,24 +172,8 @@ class EagleTrainer:
                 weight += count
         return [float(share) for share in sums / weight]
 
-    def _missed(self, outputs: Tensor, final: Tensor) -> Tensor:
-        """How far guesses are from the target's distribution, on average. Of many tokens, rows are computed again when
-        they are needed: kept, they would take more memory than all else."""
-        size, sums = _at_once(len(self._matrix)), list[Tensor]()
-        for guesses, states in zip(torch.split(outputs, size), torch.split(final, size), strict=True):
-            if len(outputs) <= size:
-                sums.append(self._missed_of(guesses, states))
-            else:
-                sums.append(checkpoint(self._missed_of, guesses, states, use_reentrant=False))
-        return torch.stack(sums).sum() / max(1, len(outputs))
-
-    def _missed_of(self, outputs: Tensor, final: Tensor) -> Tensor:
-        wanted = functional.linear(final.to(outputs.dtype), self._matrix.to(outputs.dtype)).float().softmax(-1)
-        logits = self._logits(outputs).float()
-        return logits.logsumexp(-1).sum() - (wanted * logits).sum()
-
     def _logits(self, outputs: Tensor) -> Tensor:
-        return self.net.rows(outputs, self._matrix.to(outputs.dtype))
+        return functional.linear(self.net.normed(outputs).to(self._dtype), self._matrix)
 
     def _rows(self, batch: Batch) -> Rows:
         size, steps = batch.tokens.shape[1], self.settings.steps
@@ -210,7 +190,7 @@ class EagleTrainer:
         )
 
     def _precision(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, self._dtype, enabled=self._dtype == torch.bfloat16)
 
     def _features(self, chosen: Sequence[int]) -> Batch:
         texts = [self.texts.tokens[number] for number in chosen]
@@ -267,11 +247,6 @@ def _attention(device: torch.device) -> Any:
 
 def _ends(batch: Batch) -> list[tuple[int, int]]:
     return [(count, max(1, first)) for count, first in zip(batch.counts, batch.firsts, strict=True)]
-
-
-def _at_once(num_columns: int) -> int:
-    """Rows over so many tokens that are computed together."""
-    return max(1, AT_ONCE // num_columns)
 
 
 def _likeliest(rows: Tensor, logits: Callable[[Tensor], Tensor], size: int) -> Tensor:

@@ -94,9 +94,9 @@ class EagleNet(nn.Module):
         gated = functional.silu(functional.linear(inner, self.gate)) * functional.linear(inner, self.up)
         return x + functional.linear(gated, self.down)
 
-    def rows(self, outputs: Tensor, matrix: Tensor) -> Tensor:
-        """Logits. matrix: [tokens, width]"""
-        return functional.linear(self._norm(outputs, self.output_norm), matrix)
+    def normed(self, outputs: Tensor) -> Tensor:
+        """What an output matrix makes logits of."""
+        return self._norm(outputs, self.output_norm)
 
     def _attend(self, seen: Tensor, step: int, past: Past) -> Tensor:
         spec, length = self.spec, seen.shape[1]
@@ -123,8 +123,8 @@ class EagleNet(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps) * weight).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):  # its kernel is exact enough in halves
+            return functional.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.spec.norm_eps)
 
 
 @lru_cache(maxsize=64)

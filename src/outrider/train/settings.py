@@ -29,7 +29,7 @@ class TrainSettings:
     updates: int = 4000
     tokens: int = 16384  # of an update, texts filled up to the longest counted in
     length: int = 640  # tokens of a text at most
-    rate: float = 1e-3  # of learning, at its highest
+    rate: float = 5e-3  # of learning, at its highest
     warmup: float = 0.05  # share of the updates in which it rises
     clip: float = 1.0
     save_every: int = 500  # updates
