@@ -35,18 +35,22 @@ def path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_folder(model, tmp_path_factory.mktemp("target"))
 
 
-def recorded(path: Path, head: Path, *, rolls: bool, **settings: Any) -> tuple[dict[tuple[int, ...], Any], Any]:
-    """What was drafted behind which tokens, and the answers."""
+def recorded(
+    path: Path, head: Path, *, rolls: bool, known: bool = False, **settings: Any
+) -> tuple[dict[tuple[int, ...], Any], Any]:
+    """What was drafted behind which tokens, and the answers. known: the target has read the prompts before, without
+    the head."""
     target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
     target.ops = DeviceSampling(torch.device("cpu"))
     target.ops.foresee, target.ops.may_defer = target.foresee, True
     drafter = EagleDrafter.load(head, target)
     if not rolls:
         drafter._roller = None
-    propose, seen = drafter.propose, {}
+    propose, seen, gaps = drafter.propose, {}, set[bool]()
 
     def watched(jobs: Any, widths: Any, trees: Any) -> Any:
         drafts = propose(jobs, widths, trees)
+        gaps.update(seat.gap for seat in drafter.seats.values())
         assert trees[0] or (drafts.drawn_from > 0) == rolls or not any(drafts.counts)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             if proposal:
@@ -55,7 +59,11 @@ def recorded(path: Path, head: Path, *, rolls: bool, **settings: Any) -> tuple[d
         return drafts
 
     drafter.propose = watched  # type: ignore[method-assign]
-    answers = Engine(target, [drafter]).generate(PROMPTS, max_tokens=12, **settings)
+    engine = Engine(target, [drafter])
+    if known:
+        engine.generate(PROMPTS, max_tokens=2, width=0)
+    answers = engine.generate(PROMPTS, max_tokens=12, **settings)
+    assert any(gaps) == known
     return seen, [answer.token_ids for answer in answers]
 
 
@@ -65,6 +73,7 @@ def test_guesses_are_those_of_a_head_that_is_looked_at(layout: str, model: Any, 
     save_head(tmp_path, layout, model)
     for settings in (
         {"temperature": 0.0, "width": 3},
+        {"temperature": 0.0, "width": 3, "known": True},
         {"temperature": 0.8, "seed": 1, "accept": "coupled", "width": 2},
     ):
         ours, theirs = (recorded(path, tmp_path, rolls=rolls, **settings) for rolls in (True, False))
@@ -84,8 +93,8 @@ def test_trees_are_those_of_a_head_that_is_looked_at(
     grown: list[Any] = []
     grow = HeadRoller.grow
     monkeypatch.setattr(HeadRoller, "grow", lambda self, *args: grown.append(grow(self, *args)) or grown[-1])
-    for width in (3, 10):
-        given = {"width": width, "tree": True, **settings}
+    for width, known in ((3, False), (10, False), (3, True)):
+        given = {"width": width, "tree": True, "known": known, **settings}
         ours, theirs = (recorded(path, tmp_path, rolls=rolls, **given) for rolls in (True, False))
         assert ours == theirs and len(ours[0]) > 5
     assert grown and None not in grown

@@ -144,7 +144,7 @@ class EagleHead(Edges):
 
     def _work(self, spans: Sequence[Span]) -> _Work:
         layer, device = self.spec.layer, self.target.device
-        positions = np.concatenate([span.positions[span.start :] for span in spans])
+        positions = np.concatenate([span.positions[span.start :] + 1 for span in spans])  # an entry lies one further on
         places = np.concatenate([span.places[span.start :] for span in spans])
         angles = positions[:, None].astype(np.float32) * self._frequencies
         turns = np.empty(angles.shape, dtype=np.complex64)

@@ -30,7 +30,6 @@ from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries
 from outrider.backends.torch_common import on, sent
 from outrider.sampling.ops import Drawing
-from outrider.types import Slot
 
 
 class HeadProgram(Program):
@@ -131,15 +130,14 @@ class HeadRoller:
 
         False: it cannot, and nothing changed.
         """
-        count = len(entries.slots)
-        if any(entries.firsts) or entries.parents or len(entries.tokens) > GRAPH_ROWS[-1]:
+        count, pages = len(entries.slots), self._head.pages
+        if not self._is_for_us(entries):
             return False
-        pages = self._head.pages
         ends = [start + read for start, read in zip(entries.starts, entries.counts, strict=True)]
         if not all(pages.make_room(slot, end + steps + 1) for slot, end in zip(entries.slots, ends, strict=True)):
             return False
         with torch.inference_mode(), on(self._device):
-            first = self._stage(entries.slots, entries.starts, entries.counts, 0)
+            first = self._stage(entries, entries.starts, entries.counts, 0)
             first.given[: len(entries.tokens)] = entries.hidden
             self._run(first, np.asarray(entries.tokens))
             lasts = sent([end - 1 for end in accumulate(entries.counts)], np.int64, self._device)
@@ -147,7 +145,7 @@ class HeadRoller:
             if steps == 1:
                 return True
             hidden = first.given[lasts]
-            program = self._stage(entries.slots, ends, [1] * count, steps - 2)
+            program = self._stage(entries, ends, [1] * count, steps - 2)
             program.given[:count] = hidden
             self._run(program, tokens)
             for _ in range(steps - 2):
@@ -162,7 +160,7 @@ class HeadRoller:
         warps: temperature and the logarithm of min_p of each.
         """
         count, fed = len(entries.slots), per * (levels - 1)
-        if any(entries.firsts) or entries.parents or len(entries.tokens) > GRAPH_ROWS[-1]:
+        if not self._is_for_us(entries):
             return None
         if fed >= 32 or count * per > GRAPH_ROWS[-1]:
             return None
@@ -171,7 +169,7 @@ class HeadRoller:
         if not all(pages.make_room(slot, end + fed + 1) for slot, end in zip(entries.slots, ends, strict=True)):
             return None
         with torch.inference_mode(), on(self._device):
-            first = self._stage(entries.slots, entries.starts, entries.counts, 0)
+            first = self._stage(entries, entries.starts, entries.counts, 0)
             first.given[: len(entries.tokens)] = entries.hidden
             self._run(first, np.asarray(entries.tokens))
             lasts = sent([end - 1 for end in accumulate(entries.counts)], np.int64, self._device)
@@ -186,14 +184,14 @@ class HeadRoller:
                 bits=torch.zeros(count, per, dtype=torch.int32, device=self._device),
             )
             for level in range(1, levels):
-                tips = self._level(entries.slots, ends, level, tips, warp, nodes)
+                tips = self._level(entries, ends, level, tips, warp, nodes)
             tokens, parents, confidences = (torch.cat(parts, dim=1) for parts in zip(*nodes, strict=True))
             whole = torch.stack([tokens.int(), parents.int(), confidences.view(torch.int32)]).cpu().numpy()
         return Grown(whole[0], whole[1], whole[2].view(np.float32))
 
     def _level(
         self,
-        slots: Sequence[Slot],
+        entries: Entries,
         ends: Sequence[int],
         level: int,
         tips: Tips,
@@ -205,7 +203,7 @@ class HeadRoller:
         before = (level - 1) * per
         # who follows whom is known on the device alone; how deep they are is known here, which chains side by side say
         parents = [node - per if node >= per else -1 for node in range(before + per)]
-        program = self._stage(slots, [end + before for end in ends], [per] * count, 0, parents)
+        program = self._stage(entries, [end + before for end in ends], [per] * count, 0, parents)
         bits = tips.bits | (1 << torch.arange(before, before + per, dtype=torch.int32, device=self._device))
         program.given[: count * per] = tips.hidden.flatten(0, 1)
         self._run(program, tips.tokens.flatten(), bits.flatten())
@@ -226,6 +224,14 @@ class HeadRoller:
             bits=bits.gather(1, parent),
         )
 
+    def _is_for_us(self, entries: Entries) -> bool:
+        """Whether their passes are small, and those that do not see the beginning see nothing of some whole pages: then
+        the others are a sequence of their own."""
+        size = self._head.pages.page_size
+        return not (
+            entries.parents or len(entries.tokens) > GRAPH_ROWS[-1] or any(one % size for one in entries.firsts)
+        )
+
     def _run(self, program: HeadProgram, tokens: Any, bits: torch.Tensor | None = None) -> None:
         if not self._has_graphs or program.is_recorded:
             program.run(tokens, bits=bits)
@@ -238,19 +244,22 @@ class HeadRoller:
 
     def _stage(
         self,
-        slots: Sequence[Slot],
+        entries: Entries,
         starts: Sequence[int],
         counts: Sequence[int],
         ahead: int,
         parents: Sequence[int] | None = None,
     ) -> HeadProgram:
-        """parents: of the trees that all of them are, if they are."""
-        layer, pages = self._model.spec, self._head.pages
+        """A pass behind entries. parents: of the trees that all of them are, if they are."""
+        layer, pages, slots = self._model.spec, self._head.pages, entries.slots
         tile = tile_for(max(counts), self._share)
         rows = arrange(
-            [start + 1 for start in starts],
+            [start - first + 1 for start, first in zip(starts, entries.firsts, strict=True)],
             counts,
-            [pages.leases[slot].pages for slot in slots],
+            [
+                pages.leases[slot].pages[first // pages.page_size :]
+                for slot, first in zip(slots, entries.firsts, strict=True)
+            ],
             pages.page_size,
             {} if parents is None else dict.fromkeys(range(len(slots)), parents),
             tile=tile,
