@@ -59,6 +59,7 @@ def train(
 def gather(engine: Engine, settings: TrainSettings, folder: Path, say: Say) -> Texts:
     """Prompts and the target's answers; kept, since they take long."""
     if (folder / TEXTS).exists():
+        settings.save(folder)
         return Texts.load(folder / TEXTS)
     if settings.prompts:
         prompts = prompts_from(engine, settings.prompts, settings.num_prompts)
