@@ -261,6 +261,7 @@ class Passes(PagedSequences):
         )
         program.stage(rows)
         program.run(spans.tokens, self._later(spans))
+        program.work.holder = None  # nobody comes back to it: in a circle its memory would stay until that is found
         return program.logits, program.states
 
     def _arrange(
