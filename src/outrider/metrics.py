@@ -33,6 +33,12 @@ class PassTimes:
     is_odd: bool = False  # something was built, or an unusual order tried: nothing to learn costs from
     is_late: bool = False  # it took longer than it does among others like it
     queues: bool = False  # passes are queued before they are asked for, where it is clear what comes
+    host_s: float = 0.0  # of all else that a round is: planning, handing out; plain ones have that, too
+
+    @property
+    def pass_s(self) -> float:
+        """What a round takes beside its drafts."""
+        return self.score_s + self.judge_s + self.host_s
 
 
 class Outcome(NamedTuple):
@@ -239,7 +245,7 @@ class Statistics:
         self.score_s += times.score_s
         self.judge_s += times.judge_s
         if times.steady:
-            self.tempo.add(batch, speculative, tokens, times.draft_s + times.score_s + times.judge_s)
+            self.tempo.add(batch, speculative, tokens, times.draft_s + times.pass_s)
             if speculative:
                 self.wide.add_pass(times, batch)
 

@@ -372,7 +372,7 @@ class Loop:
         self.timer.charge(times, drafts)
         if self.ahead is not None and self.ahead.payoff.is_trying and any(drafts.counts):
             times.is_odd = True  # plain rounds are the same in either order
-        pass_s = times.score_s + times.judge_s
+        pass_s = times.pass_s
         self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
         batch, num_emitted = len(plan.deciding), 0
         for job in plan.reading:

@@ -39,9 +39,10 @@ class RoundTimer:
     def charge(self, times: PassTimes, drafts: Drafts) -> None:
         """The round's times are to be taken. What passes that were queued do not cost, rounds with drafts pay for."""
         self._counted, tail_s, self._tail_s = self._now(), self._tail_s, 0.0
-        if not times.queues:
-            return
         rest = max(0.0, self._counted - self._begun + tail_s - times.score_s - times.judge_s)
+        if not times.queues:
+            times.host_s = max(0.0, rest - times.draft_s)
+            return
         makers = {maker for maker in drafts.makers if maker}
         if makers:
             times.draft_s = rest = max(rest, times.draft_s)

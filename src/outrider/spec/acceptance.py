@@ -25,9 +25,11 @@ OFFSET_WEIGHT = 16.0  # judged tokens after which a request's first guess counts
 APART = 0.5  # in log odds: less is chance
 REQUESTS = 8.0  # that a drafter's mean over requests remembers
 ENOUGH = 8.0  # judged tokens of a request that tell something of it
+BEGINNING = 32.0  # judged tokens of one: later it may say the same again and again, as others do not from the start
 EVIDENCE = 6.0  # of a change, in log likelihood, for a request
 ALL_EVIDENCE = 8.0  # for a drafter, whose requests differ
 CLASSES = 4  # of requests, per unit of log odds
+SPREAD = 0.6  # of requests' log odds around those of all
 
 
 class Tally(NamedTuple):
@@ -113,8 +115,9 @@ class DrafterRecord:
     def add_silence(self) -> None:
         self._asked += 1.0
 
-    def add(self, width: int, outcome: Outcome, judged: int, times: int = 1) -> None:
-        """Proposals where `width` tokens were asked for, of which `judged` places were judged."""
+    def add(self, width: int, outcome: Outcome, judged: int, times: int = 1, expected: float | None = None) -> None:
+        """Proposals where `width` tokens were asked for, of which `judged` places were judged. expected: to be kept of
+        them all, by what is known of the requests: what one of them explains is no change of the drafter."""
         if outcome.drafted > outcome.depth or self.nodes > 1.0:
             self.nodes += 0.2 * (outcome.drafted / outcome.depth - self.nodes)
         room = max(outcome.depth, round(width / self.nodes))
@@ -131,7 +134,7 @@ class DrafterRecord:
         new = self._new
         new[0] += outcome.accepted * times
         new[1] += judged * times
-        new[2] += self.expected(judged) * times
+        new[2] += self.expected(judged) * times if expected is None else expected
 
     def look(self) -> None:
         """Settle what the record says, and forget most of the past when it no longer holds."""
@@ -154,10 +157,10 @@ class DrafterRecord:
         self._outlooks = {}
 
     def ended(self, record: JobRecord) -> None:
-        """A request is over: each counts alike, however long it was."""
+        """A request is over: each counts alike, however long it was, and by its beginning: so begins the next."""
         if record.judged >= ENOUGH:
             self._num_requests = min(self._num_requests + 1.0, REQUESTS)
-            self._request_mean += (record.share - self._request_mean) / self._num_requests
+            self._request_mean += (record.first_share - self._request_mean) / self._num_requests
 
     @property
     def offset(self) -> float:
@@ -219,7 +222,19 @@ class DrafterRecord:
 class JobRecord:
     """One drafter for one request, as what was kept beside what the drafter's record made expect."""
 
-    __slots__ = ("_kept", "_new", "_offset", "_past", "_watch", "_weight", "at", "judged", "read", "shift")
+    __slots__ = (
+        "_first_judged",
+        "_first_kept",
+        "_new",
+        "_offset",
+        "_past",
+        "_watch",
+        "_weight",
+        "at",
+        "judged",
+        "read",
+        "shift",
+    )
 
     def __init__(self, at: int, offset: float = 0.0) -> None:
         self._new = [0.0, 0.0, 0.0]  # a tally that grows
@@ -229,17 +244,30 @@ class JobRecord:
         self.at = at  # the request's length at the last look
         self.read = 0  # and when the drafter was last asked: it has read as far as that
         self._offset = offset  # of the log odds, as long as it has not spoken for itself
-        self._kept, self.judged = 0.0, 0.0  # all in all
+        self.judged = 0.0  # all in all
+        self._first_kept, self._first_judged = 0.0, 0.0  # at its beginning
         self.shift = self._shift()  # of the log odds against all requests, in classes
 
     @property
-    def share(self) -> float:
-        """Of its judged tokens, those kept."""
-        return self._kept / self.judged
+    def first_share(self) -> float:
+        """Of the first tokens that were judged, those kept."""
+        return self._first_kept / self._first_judged
+
+    @property
+    def doubt(self) -> int:
+        """By how many classes it may well be better than it seems so far."""
+        return round(CLASSES / math.sqrt(SPREAD**-2 + 0.25 * (self._past.judged + self._new[1])))
+
+    def expects(self, judged: int, usual: float) -> float:
+        """Places kept of `judged` ones, where of all requests `usual` would be."""
+        factor = math.exp(self.shift / CLASSES)
+        return judged * usual * factor / max(1e-9, judged - usual + usual * factor)
 
     def add(self, kept: int, judged: int, expected: float) -> None:
         new = self._new
-        self._kept += kept
+        if self.judged < BEGINNING:
+            self._first_kept += kept
+            self._first_judged += judged
         self.judged += judged
         new[0] += kept
         new[1] += judged

@@ -33,6 +33,8 @@ SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
 CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
 LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
 LONGEST_HOLD = 16.0  # rounds a decision stands
+DOUBTED = 4  # rounds that are drafted on in doubt
+LEAST_CHANCE = 0.01  # that a place must have of being kept, to be thought of
 LONGEST_DELAY = 2  # rounds it stands when jobs come and go
 MORE_TRIES = 2  # rounds that a try goes on where rounds are queued: the first takes longer than the others
 MOST_ATTEMPTS = 3  # rounds that an unknown drafter is asked, whatever is expected of it
@@ -46,6 +48,7 @@ MEASURING = "measuring what plain decoding costs"
 TRYING = "trying a width that was not measured"
 BRANCHING = "trying a tree"
 CHECKING = "checking that a tree is better than a chain"
+UNSURE = "drafting may pay: too little was seen to tell"
 PROBING = "probing whether drafting pays by now"
 LOOKING = "what was looked up is judged as far as that pays"
 
@@ -305,6 +308,10 @@ class AdaptiveController:
         drafts = ratio > known.budget.margin(now.plain_rate) and (found.reason is not None or self._repays(now, found))
         if not drafts and self._is_untried(now):
             found, drafts = found._replace(reason=UNKNOWN), True
+        elif not drafts and found.reason is None and (doubted := self._in_doubt(now)) is not None:
+            self._give(doubted.groups, doubted.best.places, UNSURE)
+            self._left = DOUBTED - 1
+            return
         elif drafts and now.is_steady and known.passes.is_known and not known.knows_plain:
             if len(now.jobs) == 1 or found.best.rate < LIKELY * known.passes.most_per_second:
                 self._give(groups, [], MEASURING)
@@ -328,6 +335,35 @@ class AdaptiveController:
                 elif not now.is_saving:
                     self._probe(now, groups)
 
+    def _in_doubt(self, now: Situation) -> Found | None:
+        """A choice that would pay if requests were as much better as they may well be, and that can be afforded."""
+        known = self._known
+        if not now.is_steady or not known.knows_plain or known.queues:
+            return None
+        views = [
+            view._replace(offers=tuple([self._doubting(now.jobs[view.place], offer) for offer in view.offers]))
+            for view in now.views
+        ]
+        groups = self._groups(now, trees=False, views=views)
+        best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
+        if best is None or best.rate < known.budget.margin(now.plain_rate) * now.plain_rate:
+            return None
+        tokens = now.batch.tokens + sum(
+            sum(known.drafter(name).outlook(known.record(now.jobs[place], name).shift, count))
+            for group, places in zip(groups, best.places, strict=True)
+            for place in group.members
+            for name, count in places.items()
+        )
+        loss = known.passes.seconds(best.rows) + best.draft_s - tokens / now.plain_rate
+        loss = self._entry_s(groups, best) + DOUBTED * max(0.0, loss)
+        if loss > 0.5 * self._allowed(now, groups):
+            return None
+        known.budget.spend(loss)
+        return Found(groups, best)
+
+    def _doubting(self, job: Job, offer: Offer) -> Offer:
+        return offer._replace(shift=offer.shift + self._known.record(job, offer.drafter).doubt)
+
     def _is_untried(self, now: Situation) -> bool:
         """Whether nothing is known of a drafter, and there is time enough to use it if it is good."""
         names = {
@@ -341,10 +377,10 @@ class AdaptiveController:
             self._attempts[name] = self._attempts.get(name, 0) + 1
         return bool(names)
 
-    def _groups(self, now: Situation, *, trees: bool) -> list[Group]:
+    def _groups(self, now: Situation, *, trees: bool, views: Sequence[View] | None = None) -> list[Group]:
         """Jobs that promise the same, together."""
         groups: dict[tuple[Offer, ...], Group] = {}
-        for place, offers in now.views:
+        for place, offers in now.views if views is None else views:
             group = groups.get(offers)
             if group is not None:
                 group.members.append(place)
@@ -356,7 +392,10 @@ class AdaptiveController:
     def _prospect(self, offer: Offer, trees: bool, pass_s: float) -> Prospect:
         drafter = self._known.drafter(offer.drafter, offer.must_branch or (trees and offer.may_branch))
         places = max(1, int(offer.width / drafter.nodes))
-        chances, reach = drafter.outlook(offer.shift, places), drafter.reach(places)
+        chances = drafter.outlook(offer.shift, places)
+        while len(chances) > 1 and chances[-1] < LEAST_CHANCE:  # a copy: what is known stays
+            chances.pop()
+        reach = drafter.reach(len(chances))
         return Prospect(chances, reach, drafter.answers, drafter.nodes, offer.entry * CHARGE * pass_s)
 
     def _bolder(self, now: Situation, found: Found) -> Found:

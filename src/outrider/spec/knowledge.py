@@ -123,7 +123,7 @@ class Knowledge:
     ) -> None:
         """A round. probed: (job, drafter) where drafting was only tried; pays: whether drafting was to pay; lookups:
         drafters of which others learn."""
-        pass_s, num_jobs = times.score_s + times.judge_s, len(plan.deciding)
+        pass_s, num_jobs = times.pass_s, len(plan.deciding)
         self.num_rounds += 1
         self.queues = times.queues
         if not times.is_odd:
@@ -136,7 +136,9 @@ class Knowledge:
         if num_jobs and not times.is_odd:
             passes, seconds = sum([outcome.emitted for _, outcome in outcomes]) / num_jobs, pass_s + times.draft_s
             invested_s = reading_s if pays else None
-            if times.steady:
+            if not any(plan.asks):  # plain itself, however long it took this time: nothing is lost, nothing won
+                self.budget.count(num_jobs, seconds, 0.0, 0.0, invested_s)
+            elif times.steady:
                 self.budget.count(num_jobs, seconds, seconds, passes, invested_s)
             else:  # reading the prompt is nobody's loss
                 self.budget.count(num_jobs, seconds, times.draft_s, passes - 1.0, invested_s)
@@ -162,7 +164,7 @@ class Knowledge:
         if drafts.parents:
             self.tree_round = self.num_rounds
         if times.steady and outcomes and any(drafts.counts):
-            plain = len(outcomes) * (times.score_s + times.judge_s + times.draft_s) / self.plain_s(len(outcomes))
+            plain = len(outcomes) * (times.pass_s + times.draft_s) / self.plain_s(len(outcomes))
             kind = self.trees if drafts.parents else self.chains
             kind.add(sum(outcome.emitted for _, outcome in outcomes), plain)
 
@@ -182,7 +184,7 @@ class Knowledge:
             places = [place_of[job.id] for job, _ in outcomes]
         excused = {job.id for job, _ in drafts.fallbacks}
         work: dict[str, list[int]] = {}  # drafter -> steps, tokens drafted, tokens read before, by newcomers of those
-        rounds: dict[tuple[Ask, bool, Outcome], int] = {}
+        rounds: dict[tuple[Ask, bool, Outcome], tuple[int, float]] = {}  # -> how many, expected to be kept of them
         for place, (job, outcome) in zip(places, outcomes, strict=True):
             before = len(job.tokens) - outcome.emitted
             for ask in plan.asks[place]:
@@ -198,10 +200,11 @@ class Knowledge:
                         self.drafter(name).add_silence()
                     continue
                 branches = place in drafts.parents
-                key = (ask, branches, outcome)
-                rounds[key] = rounds.get(key, 0) + 1
                 kept, judged = outcome.accepted, _judged(outcome)
                 expected = self.drafter(name, branches).expected(judged)
+                key = (ask, branches, outcome)
+                count, explained = rounds.get(key, (0, 0.0))
+                rounds[key] = count + 1, explained + record.expects(judged, expected)
                 record.add(kept, judged, expected)
                 record.read += kept
                 if probed and (job.id, name) in probed:
@@ -218,8 +221,8 @@ class Knowledge:
                 break
         if probed and self._surprise.is_real():
             self.budget.encourage()
-        for (ask, branches, outcome), count in rounds.items():
-            self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count)
+        for (ask, branches, outcome), (count, explained) in rounds.items():
+            self.drafter(ask.drafter, branches).add(ask.width, outcome, _judged(outcome), count, explained)
             if ask.tree and not branches:
                 self.chains_only.add(ask.drafter)
         if times.is_odd:
@@ -229,7 +232,7 @@ class Knowledge:
             expected_s += self.passes.seconds(times.num_fed) + sum(
                 self._costs[name].read_s * did[2] for name, did in work.items() if did[2] > CAUGHT_UP
             )
-            spent_s = times.score_s + times.judge_s + times.draft_s
+            spent_s = times.pass_s + times.draft_s
             self._learn_late(len(plan.deciding), spent_s - expected_s, drafts=True)
         return self._learn_costs(times, work)
 

@@ -230,7 +230,7 @@ class Lookups:
     def learn(self, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         is_steady = times.steady and not times.is_odd
         if is_steady and len(outcomes) == times.num_fed == 1:
-            seconds = times.draft_s + times.score_s + times.judge_s
+            seconds = times.draft_s + times.pass_s
             mean = self._round_s.setdefault(self._is_asked, seconds)
             self._round_s[self._is_asked] += FOLLOW * (min(seconds, 2.0 * mean) - mean)
         if not self._is_asked:
@@ -248,7 +248,7 @@ class Lookups:
                 mean = self._cost_s.setdefault(name, seconds)
                 self._cost_s[name] += FOLLOW * (min(seconds, 2.0 * mean) - mean)
         if is_steady and emitted:
-            seconds = times.draft_s + times.score_s + times.judge_s
+            seconds = times.draft_s + times.pass_s
             speed = sum(emitted.values()) / len(emitted) * self._pass_s(len(emitted)) / seconds
             self._speed = max(1.0, self._speed + FOLLOW * (speed - self._speed))
 

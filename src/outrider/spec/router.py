@@ -5,7 +5,8 @@ What drafters hand over is checked here, and what they raise becomes the error o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock
@@ -193,7 +194,7 @@ def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequ
     if not whole or len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
         raise DraftError(f"the {name} draft proposed {counts} tokens where {list(widths)} were allowed")
     total, shape = sum(counts), tuple(drafts.tokens.shape)
-    if shape != (total,) or "int" not in str(drafts.tokens.dtype):
+    if shape != (total,) or not _is_whole(drafts.tokens.dtype):
         raise DraftError(
             f"the {name} draft gave {drafts.tokens.dtype} tokens of shape {shape} for {total} whole numbers"
         )
@@ -212,6 +213,11 @@ def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequ
         raise DraftError(f"the {name} draft told {len(drafts.matched)} lengths of matches for {len(counts)} proposals")
     if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
         raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
+
+
+@lru_cache(maxsize=32)  # names of types take longer than all else here
+def _is_whole(dtype: Hashable) -> bool:
+    return "int" in str(dtype)
 
 
 def _follows(node: int, parent: object) -> bool:
