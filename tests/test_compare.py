@@ -304,7 +304,8 @@ def test_drafts() -> None:
         [None, "layerskip:4"],
         True,
     )
-    assert drafts_of("smollm2", None).load == ["suffix"] and drafts_of("smollm2", "auto").with_auto is False
+    assert drafts_of("smollm2", None).load == ["suffix", "eagle"] and drafts_of("smollm2", "auto").with_auto
+    assert drafts_of("mistral-7b", "auto").with_auto is False  # of a single one there is nothing to choose
     assert drafts_of("mock-text", "none").load == []
     assert drafts_of("smollm2", "ngram,smollm2").assistant == "smollm2"
     engine = Engine.load("mock-text", draft="none")

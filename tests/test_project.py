@@ -105,7 +105,8 @@ def test_what_runs_without_torch() -> None:
         )
     ]
     expected += [f"outrider.{name} torch" for name in ("kv.recurrent", "kv.store")]
-    expected += [f"outrider.train.{name} torch" for name in ("eagle", "features", "headfile", "net", "run")]
+    training = ("distance", "eagle", "features", "headfile", "net", "optimizer", "run")
+    expected += [f"outrider.train.{name} torch" for name in training]
     assert told == expected
 
 

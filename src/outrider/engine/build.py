@@ -64,7 +64,8 @@ def build_engine(
     if not isinstance(target, (str, os.PathLike)) and not _has(target, "score"):
         raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
     preset = PRESETS.get(target) if isinstance(target, str) else None
-    if preset is not None and draft is None:
+    is_presets = preset is not None and draft is None  # nobody asked for it by name
+    if preset is not None and is_presets:
         draft = preset.draft
         if speculation.width is None:
             speculation = SpeculationConfig(width=preset.width, max_width=speculation.max_width, tree=speculation.tree)
@@ -77,7 +78,9 @@ def build_engine(
     first, others = _load(preset.target if preset is not None else target, specs, model, clock)
     chunk = scheduling.prefill_chunk
     drafters = [
-        _drafter(spec, first, other, tokenizer, lookups, chunk) for spec, other in zip(specs, others, strict=True)
+        _drafter(spec, first, other, tokenizer, lookups, chunk)
+        for spec, other in zip(specs, others, strict=True)
+        if first.backend.info.heads or not (is_presets and spec.method == "eagle")
     ]
     prices = None
     if speculation.width is None and model.draft_device is None:

@@ -50,7 +50,8 @@ PRESETS = {
         defaults={"temperature": 0.8},
     ),
     # Temperatures and top-p are those of the models' own cards. The width is the engine's: it drafts where that pays.
-    "smollm2": Preset(target="smollm2", draft="suffix", defaults=_chosen(0.2, 0.9)),
+    # `eagle` is the head in `heads/`; where none can sit (backend hf) the preset does without.
+    "smollm2": Preset(target="smollm2", draft="suffix,eagle", defaults=_chosen(0.2, 0.9)),
     "llama-3.1-8b": Preset(target="llama-3.1-8b", draft="suffix,llama-3.2-1b", defaults=_chosen(0.6, 0.9)),
     "qwen-2.5-7b": Preset(target="qwen-2.5-7b", draft="suffix,qwen-2.5-0.5b", defaults=_chosen(0.7, 0.8)),
     # No small model shares these vocabularies: drafts come from the text itself.
