@@ -28,6 +28,7 @@ from outrider.engine.runner import second_gpu
 from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
+from outrider.spec.controller import AdaptiveController
 from outrider.types import Drafts, Request, Scores
 from rounds import REFERENCE, SETTINGS, Round, job
 from sampling_twins import by_twins  # noqa: F401 - a fixture
@@ -442,6 +443,32 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
         "1 at once, plain", "1 at once, 90% right", "3 at once, plain", "3 at once, 90% right"
     ]  # fmt: skip
     assert all(line.value > 0 for line in lines)
+
+
+@pytest.mark.usefixtures("by_twins")
+@pytest.mark.parametrize("run_ahead", [False, True, "always"])
+@pytest.mark.parametrize("seed", range(3))
+def test_widths_that_change_all_the_time(
+    model: RandomFile, monkeypatch: pytest.MonkeyPatch, seed: int, run_ahead: Any
+) -> None:
+    """Of each request another: who was drafted for less goes on with the others all the same."""
+    SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
+    random = np.random.default_rng(seed)
+
+    def decide(self: Any, now: Any) -> None:
+        for place, offers in now.views:
+            self._ask(place, {offer.drafter: int(random.choice((0, 0, 1, 2, 3, 5))) for offer in offers}, {}, "chance")
+        self._left, self._pays = int(random.choice((0, 0, 1, 2, 4))), bool(random.random() < 0.5)
+
+    monkeypatch.setattr(AdaptiveController, "_decide", decide)
+    pages = Pages(600, PAGE)
+    target, other = on_device(RandomFile("tiny-untied:counting"), pages), on_device(RandomFile("tiny"), pages)
+    engine = Engine(target, [SyntheticDrafter(other, 0.8, shares_slots=True)], run_ahead=run_ahead)
+    for batch in (1, 3, 2):
+        prompts = [random.integers(0, 60, random.choice((1, 8, 20))).tolist() for _ in range(batch)]
+        results = engine.generate(prompts, max_tokens=40, temperature=0.0, ignore_eos=True)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.token_ids == [(prompt[-1] + 1 + place) % 60 for place in range(40)]
 
 
 @pytest.mark.slow

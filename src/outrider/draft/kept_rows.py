@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Kept(NamedTuple):
 
     job: Job
     start: int
-    rows: list[int]
+    rows: Sequence[int]
     decided: bool  # whether the last of them gave the job's last token
 
 
@@ -23,12 +23,14 @@ def kept_rows(plan: Plan, scores: Scores, verdicts: Verdicts) -> Iterator[Kept]:
     firsts = list(accumulate(scores.fed, initial=0))
     for index, (job, chunk) in enumerate(zip(plan.reading, plan.chunks, strict=True)):
         if not job.done:
-            yield Kept(job, job.cached - chunk, list(range(firsts[index], firsts[index] + chunk)), False)
+            yield Kept(job, job.cached - chunk, range(firsts[index], firsts[index] + chunk), False)
     following = verdicts.next.tolist()
     for place, job in enumerate(plan.deciding):
         first, num_fed = firsts[len(plan.reading) + place], scores.fed[len(plan.reading) + place]
-        pending = num_fed - (scores.counts[place] - 1)  # the others are drafts
-        fed = [*range(pending), *(pending + node for node in verdicts.kept(place))]
-        is_cut = job.cached != len(job.tokens) - 1 or job.tokens[-1] != following[place] or job.cached < len(fed)
+        pending = first + num_fed - (scores.counts[place] - 1)  # the others are drafts
+        rows: Sequence[int] = range(first, pending)
+        if scores.counts[place] > 1:
+            rows = [*rows, *(pending + node for node in verdicts.kept(place))]
+        is_cut = job.cached != len(job.tokens) - 1 or job.tokens[-1] != following[place] or job.cached < len(rows)
         if not (job.done or place in verdicts.faults or is_cut):
-            yield Kept(job, job.cached - len(fed), [first + row for row in fed], True)
+            yield Kept(job, job.cached - len(rows), rows, True)

@@ -205,7 +205,7 @@ class ModelDrafter:
             if proposal:
                 seat = self.seats[job.id]
                 self._note_read(job, seat)
-                self._put_ahead(seat, proposal[: drafts.steps - 1])
+                self._put_ahead(seat, proposal[:-1])
         return drafts
 
     def _drop(self, queue: Queue) -> None:
@@ -321,7 +321,8 @@ class ModelDrafter:
         seat.ahead += job.tokens[max(start, emitted) :]
 
     def _put_ahead(self, seat: Seat, drafted: Sequence[int]) -> None:
-        """These were drafted and read; who goes as far as the widest has read more."""
+        """These were drafted and read; who goes as far as the widest has read more. The last of a proposal is never one
+        of them: who runs ahead begins with its row."""
         seat.ahead += drafted
         held = seat.length + len(seat.ahead)
         if self.backend.length(seat.slot) > held:
@@ -334,7 +335,7 @@ class ModelDrafter:
             for job_id, proposal in zip(ids, drafts.proposals(), strict=True):
                 seat = self.seats.get(job_id)
                 if seat is not None and job_id in steps:
-                    self._put_ahead(seat, proposal[: steps[job_id] - 1])
+                    self._put_ahead(seat, proposal[:-1])
 
     def _settle(self, job: Job, seat: Seat) -> None:
         """Keep the drafts that were emitted, drop the others. The last token stays unread: its row comes next."""

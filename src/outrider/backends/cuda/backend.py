@@ -179,7 +179,7 @@ class GpuBackend(MeasuredPasses):
         places = self._index(
             tuple(place * width + row for index, place in done.items() for row in range(spans.counts[index]))
         )
-        ours = program.logits[places], {layer: program.states[layer][places] for layer in hidden}
+        ours = program.logits[places], program.copied(places) if hidden else {}
         rest = [index for index in range(len(spans.slots)) if index not in done]
         if not rest:
             return ours

@@ -186,7 +186,7 @@ class Passes(PagedSequences):
         program.run(tokens, self._later(spans))
         self._record(program)
         total, wanted = sum(piece.size for piece in pieces), _wanted(spans, pieces)
-        states = {layer: program.states[layer][:total].clone() for layer in hidden}
+        states = program.copied(slice(total)) if hidden else {}
         rows = slice(total) if len(wanted) == total else sent(wanted, np.int64, self.device)
         return program.logits[rows].clone(), states
 

@@ -99,7 +99,8 @@ class Program:
         self.layout = view(self._numbers, shape, num_splits or most_splits(model.spec.num_kv_heads))
         self.work = work
         self.buffers, self.logits = work.of(shape.rows)
-        self.states: dict[int, torch.Tensor] = {}
+        self._held = self.buffers.x.new_empty(len(hidden), *self.buffers.x.shape)
+        self.states = dict(zip(hidden, self._held, strict=True))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._upload = (self._numbers, self._staged)
 
@@ -186,14 +187,14 @@ class Program:
                 layout if layout.shape.groups else None, turns, layout["places"], self.long, model.constants,
             )  # fmt: skip
             if stop in self.hidden:
-                self._state(stop).copy_(x)
+                self.states[stop].copy_(x)
             done = stop
         if self.wanted is not None and spec.num_layers + 1 not in self.hidden:
             x = x.index_select(0, self.wanted)
         normed = buffers.normed[: len(x)]
         model.kernels.normed(x, normed, norm=model.constants.floor, weight=weights.norm)
         if spec.num_layers + 1 in self.hidden:
-            self._state(spec.num_layers + 1).copy_(normed)
+            self.states[spec.num_layers + 1].copy_(normed)
             normed = normed if self.wanted is None else normed.index_select(0, self.wanted)
         if len(normed):
             model.kernels.product(normed, weights.output.t(), self.logits, tile=model.constants.tile)
@@ -203,7 +204,7 @@ class Program:
         angles = positions[:, None] * self.model.frequencies
         return torch.stack([angles.cos(), angles.sin()], dim=-1) * self.model.spec.rope.scale
 
-    def _state(self, layer: int) -> torch.Tensor:
-        if layer not in self.states:
-            self.states[layer] = torch.empty_like(self.buffers.x)
-        return self.states[layer]
+    def copied(self, rows: slice | torch.Tensor) -> dict[int, torch.Tensor]:
+        """The states of some rows, which the next run leaves alone: one copy for all layers."""
+        some = self._held[:, rows].clone() if isinstance(rows, slice) else self._held[:, rows]
+        return dict(zip(self.hidden, some, strict=True))
