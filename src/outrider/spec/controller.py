@@ -338,7 +338,7 @@ class AdaptiveController:
     def _in_doubt(self, now: Situation) -> Found | None:
         """A choice that would pay if requests were as much better as they may well be, and that can be afforded."""
         known = self._known
-        if not now.is_steady or not known.knows_plain or known.queues:
+        if not now.is_steady or not known.knows_plain or known.queues:  # where rounds are queued, a turn is dear
             return None
         views = [
             view._replace(offers=tuple([self._doubting(now.jobs[view.place], offer) for offer in view.offers]))
