@@ -44,7 +44,7 @@ class Optimizer:
 
 
 class Muon:
-    """The same steps as `torch.optim.Muon`, which computes in bf16 everywhere: many times slower where a CPU has none."""
+    """The same steps as `torch.optim.Muon`, which computes in bf16 everywhere: slow where a CPU has none."""
 
     def __init__(self, matrices: Sequence[nn.Parameter]) -> None:
         self._matrices = list(matrices)
