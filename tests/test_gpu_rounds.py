@@ -431,7 +431,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_rounds, "SHARES", (0.5, 0.9))
     monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
     monkeypatch.setattr(gpu_rounds, "REQUESTS", {True: (24, 1), False: (24, 1)})
-    monkeypatch.setattr(gpu_rounds, "BATCHED", 24)
+    monkeypatch.setattr(gpu_rounds, "BATCHED", 64)
     monkeypatch.setattr(gpu_rounds, "BEGINNING", 8)
     lines = list(gpu_rounds.rounds("tiny-untied", "tiny", "cpu", quick=True))
     names = [line.name for line in lines]

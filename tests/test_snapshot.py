@@ -205,8 +205,8 @@ def test_snapshots_while_others_drive(path: Path) -> None:
     whole: list[Result] = []
     thread = threading.Thread(target=lambda: whole.append(engine.generate(PROMPT, **settings)))
     thread.start()
-    lengths = []
-    for _ in range(5):
+    lengths: list[int] = []
+    while len(lengths) < 5 and thread.is_alive():
         if engine.snapshot(path):
             lengths.append(len(Snapshot.read(path).requests[0]["tokens"]))
             last = path.read_bytes()

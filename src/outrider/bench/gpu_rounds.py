@@ -128,8 +128,10 @@ def answer(engine: Engine, batch: int, length: int, width: int | None) -> Answer
             last = _count(engine)
     done = _count(engine)
     for prompt, stream in zip(prompts, streams, strict=True):
+        if stream.error is not None:
+            raise stream.error
         wanted = [(prompt[-1] + 1 + place) % size for place in range(length)]
-        assert stream.tokens == wanted, "a model that counts was wrong"
+        assert stream.tokens == wanted, f"a model that counts said {stream.tokens} after {prompt[-1]}"
     return Answered(done.less(begun), last.less(first))
 
 
