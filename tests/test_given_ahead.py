@@ -161,7 +161,7 @@ def test_drafting_costs_are_those_of_rounds_that_were_queued() -> None:
     passes.add(1, 0.004)
     costs.add(0.009, 3, 1.0, 0, passes, at_most=True)
     assert not costs.is_sure and costs.seconds(3, 1.0, passes) == pytest.approx(0.009)
-    assert costs.hopeful(3, 1.0, passes) < 0.009
+    assert costs.hope * costs.seconds(3, 1.0, passes) < 0.009
     costs.add(0.003, 3, 1.0, 0, passes)
     assert costs.is_sure and costs.seconds(3, 1.0, passes) == pytest.approx(0.003)
     assert costs.seconds(1, 1.0, passes) == pytest.approx(0.001)

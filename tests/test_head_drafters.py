@@ -213,7 +213,7 @@ class Watch:
         assert seat.seen == job.cached == pages.length(seat.slot, 0)
         reported = pages.length(seat.slot, number)
         assert reported == (0 if seat.gap else seat.read + min(1, len(seat.pending)))
-        assert not seat.waiting or not job.wanted
+        assert not seat.waiting or self.drafter.name not in job.wanted
         states = pass_states(self.fresh_target, job.tokens[: job.cached], self.head.hidden)
         fused = self.fresh.fuse(self.fresh.pick(states, range(job.cached)))
         assert close(seat.pending, fused[seat.read : seat.read + len(seat.pending)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig, NgramConfig, SuffixConfig
-from outrider.draft.certain import PORTION, SHARE, LookupDrafter
+from outrider.draft.certain import LATER, PORTION, SHARE, LookupDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.past import BLOCK, Past, Text
 from outrider.draft.suffix import SuffixDrafter
@@ -70,7 +70,7 @@ def observe(drafter: LookupDrafter, *jobs: Job) -> None:
 
 def read_all(drafter: LookupDrafter, job: Job) -> None:
     for _ in range(len(job.tokens) // SHARE + 1):
-        observe(drafter, job)
+        drafter.propose([job], [1], [False])
 
 
 def remember(drafter: LookupDrafter, tokens: Sequence[int], tenant: str = "") -> None:
@@ -447,11 +447,17 @@ def test_forgetting_frees_everything() -> None:
 
 
 def test_long_prompts_are_read_in_portions() -> None:
-    long, short = job_of(range(5 * PORTION)), job_of(range(10))
+    long, short = job_of(range(5 * PORTION)), job_of(range(LATER))
     for drafter in (NgramDrafter(), SuffixDrafter()):
         observe(drafter, long, short)
         assert drafter.lookups[long.id].missing(long.tokens) == 4 * PORTION
         assert drafter.lookups[short.id].missing(short.tokens) == 0
+        short.tokens += range(LATER - 1)
+        observe(drafter, short)
+        assert drafter.lookups[short.id].missing(short.tokens) == LATER - 1, "soon, and together"
+        drafter.propose([short], [1], [False])
+        assert drafter.lookups[short.id].missing(short.tokens) == 0, "before something is looked up"
+        del short.tokens[LATER:]
         second = job_of(range(2 * PORTION))
         drafter.propose([long, second], [1, 1], [False, False])
         assert drafter.lookups[second.id].missing(second.tokens) == 2 * PORTION - SHARE
@@ -460,6 +466,13 @@ def test_long_prompts_are_read_in_portions() -> None:
         plain = replace(job_of([1, 2, 3]), drafters=(), id=-1)
         observe(drafter, plain)
         assert (plain.id in drafter.lookups) == (drafter.name == "suffix")  # plain answers are past text too
+
+
+def test_a_short_answer_is_remembered_though_nobody_asked() -> None:
+    drafter, job = SuffixDrafter(), job_of(range(LATER - 1))
+    observe(drafter, job)
+    drafter.forget(job)
+    assert drafter.past.find(drafter.past.tenants[""], [5, 6, 7]).length == 3
 
 
 def test_memory_does_not_grow_with_what_was_forgotten() -> None:

@@ -352,7 +352,7 @@ class Job:
     statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[Event] | None = None  # events wait here for a stream that reads them
     wake: Callable[[], None] | None = None  # told when there is something to read
-    wanted: bool = False  # of a width left to the engine: it wants drafts now; else they need not read along
+    wanted: tuple[str, ...] = ()  # drafters that the engine asks now, where the width is its choice: others may rest
     cancelled: bool = False  # set from any thread, read once a round
     finish_reason: FinishReason | None = None
     result: Result | None = None

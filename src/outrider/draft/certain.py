@@ -1,7 +1,7 @@
 """What drafters that look up text share: they read along in portions, and their proposals are certain (one-hot).
 
-A round must not wait until a long prompt is indexed: what is new of a job is read after every step, and what is missing
-all the same (a beginning that the target remembered, say) is read a portion a round. Until then a lookup finds less.
+A round must not wait until a long prompt is indexed: what is new of a job is read soon after, and what is missing all
+the same (a beginning that the target remembered, say) is read a portion a round. Until then a lookup finds less.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from outrider.types import Drafts, Job, Plan, Scores, Verdicts
 
 PORTION = 1024  # tokens read in one go, of all jobs together
 SHARE = 64  # tokens every job may read however many there are: more than a round emits
+LATER = 16  # tokens that wait to be read together, where nobody asks: a pass leaves nothing of this in the CPU's cache
 
 
 class Proposal(NamedTuple):
@@ -68,7 +69,7 @@ class LookupDrafter:
         return 0
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
-        self._read([job for job, width in zip(jobs, widths, strict=True) if width])
+        self._read([job for job, width in zip(jobs, widths, strict=True) if width], least=1)
         counts: list[int] = []
         tokens: list[int] = []
         matched: list[int] = []
@@ -87,25 +88,28 @@ class LookupDrafter:
         return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents, matched=matched)
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        self._read([job for job in plan.jobs if self.reads(job)])
+        self._read([job for job in plan.jobs if self.reads(job)], least=LATER)
         return 0
 
     def forget(self, job: Job) -> None:
         lookup = self.lookups.pop(job.id, None)
         if lookup is not None:
+            if 0 < lookup.missing(job.tokens) < LATER:  # more, where it ended before it was read
+                lookup.read(job.tokens, len(job.tokens))
             lookup.close()
 
     def pause(self, job: Job) -> None:
         """What was read of a job stays true, and costs no cache."""
 
-    def _read(self, jobs: Sequence[Job]) -> None:
+    def _read(self, jobs: Sequence[Job], *, least: int) -> None:
+        """What is missing of these, where that is so many tokens at least."""
         left = PORTION
         for job in jobs:
             lookup = self.lookups.get(job.id)
             if lookup is None:
                 lookup = self.lookups[job.id] = self.open(job)
             missing = lookup.missing(job.tokens)
-            if missing:
+            if missing >= least:
                 count = min(missing, max(left, SHARE))
                 left -= count
                 lookup.read(job.tokens, len(job.tokens) - missing + count)

@@ -53,6 +53,12 @@ class Seat:
         return len(self.pending) + self.num_waiting
 
     @property
+    def is_full(self) -> bool:
+        """Whether no more should wait."""
+        width: int = sum([one.shape[1] for one in self.waiting[0]])
+        return self.num_waiting * width > MOST_WAITING
+
+    @property
     def seen(self) -> int:
         """Tokens whose hidden states it was given."""
         return self.read + self.num_pending
@@ -150,27 +156,18 @@ class EagleDrafter:
         return True
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        mine = [
-            kept
-            for kept in kept_rows(plan, scores, verdicts)
-            if self.name in kept.job.drafters and len(kept.job.tokens) <= self.head.context
-        ]
-        mine = [kept for kept in mine if self._sit(kept)]
-        if not mine:
-            return 0
-        width = 0
-        for kept in mine:
-            seat, states = self.seats[kept.job.id], self.head.pick(scores.hidden, kept.rows)
-            seat.waiting.append(states)
+        ready: list[Job] = []
+        for kept in kept_rows(plan, scores, verdicts):
+            job = kept.job
+            if self.name not in job.drafters or len(job.tokens) > self.head.context or not self._sit(kept):
+                continue
+            seat = self.seats[job.id]
+            seat.waiting.append(self.head.pick(scores.hidden, kept.rows))
             seat.num_waiting += len(kept.rows)
-            width = sum([one.shape[1] for one in states])
-        return self._take_in(
-            [
-                kept.job
-                for kept in mine
-                if _is_wanted(kept.job) or width * self.seats[kept.job.id].num_waiting > MOST_WAITING
-            ]
-        )
+            # Where drafts were asked for in this round, they most likely will be in the next.
+            if self.name in job.wanted or job.width is not None or seat.is_full:
+                ready.append(job)
+        return self._take_in(ready) if ready else 0
 
     def _take_in(self, jobs: Sequence[Job]) -> int:
         """What waits is pending from here on, and all but the last of many is read. Returns the passes of that."""
@@ -339,11 +336,6 @@ def _split(rows: Array, counts: Sequence[int]) -> list[Array]:
     """Rows in parts of so many."""
     ends = list(accumulate(counts))
     return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def _is_wanted(job: Job) -> bool:
-    """Whether drafts were asked for in the last round: then they will be, most likely, in the next."""
-    return job.width is not None or job.wanted
 
 
 def _is_ranked_plainly(job: Job) -> bool:

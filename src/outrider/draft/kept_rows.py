@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from outrider.types import Job, Plan, Scores, Verdicts
@@ -20,17 +19,18 @@ class Kept(NamedTuple):
 
 def kept_rows(plan: Plan, scores: Scores, verdicts: Verdicts) -> Iterator[Kept]:
     """For every job of the plan that goes on. One whose answer was cut short of its verdict has ended."""
-    firsts = list(accumulate(scores.fed, initial=0))
-    for index, (job, chunk) in enumerate(zip(plan.reading, plan.chunks, strict=True)):
+    first = 0
+    for job, chunk in zip(plan.reading, plan.chunks, strict=True):
         if not job.done:
-            yield Kept(job, job.cached - chunk, range(firsts[index], firsts[index] + chunk), False)
-    following = verdicts.next.tolist()
-    for place, job in enumerate(plan.deciding):
-        first, num_fed = firsts[len(plan.reading) + place], scores.fed[len(plan.reading) + place]
-        pending = first + num_fed - (scores.counts[place] - 1)  # the others are drafts
+            yield Kept(job, job.cached - chunk, range(first, first + chunk), False)
+        first += chunk
+    fed, following = scores.fed[len(plan.reading) :], verdicts.next.tolist()
+    for place, (job, num_fed, count) in enumerate(zip(plan.deciding, fed, scores.counts, strict=True)):
+        pending = first + num_fed - (count - 1)  # the others are drafts
         rows: Sequence[int] = range(first, pending)
-        if scores.counts[place] > 1:
+        if count > 1:
             rows = [*rows, *(pending + node for node in verdicts.kept(place))]
+        first += num_fed
         is_cut = job.cached != len(job.tokens) - 1 or job.tokens[-1] != following[place] or job.cached < len(rows)
         if not (job.done or place in verdicts.faults or is_cut):
             yield Kept(job, job.cached - len(rows), rows, True)

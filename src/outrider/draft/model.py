@@ -226,7 +226,7 @@ class ModelDrafter:
                     self._settle(job, seat)
                 if len(job.tokens) - seat.length <= self.chunk:
                     continue
-            if (job.width or job.wanted) and not job.done and self.lag(job) > 0:
+            if (job.width or self.name in job.wanted) and not job.done and self.lag(job) > 0:
                 behind.append(job)
         self._assumed = {}
         seated = [job for job in behind if self._seat(job) is not None]

@@ -100,7 +100,7 @@ class ReencodeDrafter:
             seat = self.seats.get(job.id)
             if seat is not None and seat.ahead:
                 self._settle(job, seat)
-            if (job.width or job.wanted) and not job.done and self.lag(job) > 0:
+            if (job.width or self.name in job.wanted) and not job.done and self.lag(job) > 0:
                 seat = self._seat(job)
                 portion = None if seat is None else self._portion(job, seat)
                 if seat is not None and portion is not None:

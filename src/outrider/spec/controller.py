@@ -33,6 +33,7 @@ SURE_OF_CHAINS = 48.0  # judged tokens, before trees are tried
 CHAIN_EVERY = 4  # decisions for trees, one is for a chain: they learn apart
 LONG_AGO = 256  # rounds after which plain passes are measured again, and trees tried again
 LONGEST_HOLD = 16.0  # rounds a decision stands
+LONGEST_REST = 48.0  # the same, of one not to draft: nothing is learned meanwhile, and looking costs as well
 DOUBTED = 4  # rounds that are drafted on in doubt
 LEAST_CHANCE = 0.01  # that a place must have of being kept, to be thought of
 LONGEST_DELAY = 2  # rounds it stands when jobs come and go
@@ -167,11 +168,14 @@ class AdaptiveController:
         self._jobs, self._rooms, self._rows = list(jobs), list(rooms), rows
         self._asks = [room if job.width is not None else () for job, room in zip(jobs, rooms, strict=True)]
         self._reasons, self._probed, self._left, self._pays = [""] * len(jobs), [], 0, False
-        if not is_same or not self._known.knows_plain:
+        if not self._known.knows_plain:
             self._hold = 1.0
+        elif not is_same:  # others come: more often again, but not as if nothing was known
+            self._hold = max(1.0, self._hold / 8.0)
         self._decide(self._survey(rows))
         self._repeats = self._asks == before
-        self._hold = min(LONGEST_HOLD, 2.0 * self._hold if self._repeats else self._hold + 0.25)
+        longest = LONGEST_HOLD if any(self._asks) else LONGEST_REST
+        self._hold = min(longest, 2.0 * self._hold if self._repeats else self._hold + 0.25)
         return self._asks
 
     def _take_over(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> bool:

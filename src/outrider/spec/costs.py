@@ -240,6 +240,11 @@ class DraftCosts:
     def is_sure(self) -> bool:
         return bool(self._by_jobs)
 
+    @property
+    def hope(self) -> float:
+        """The share of `seconds` that it may take, where only more was seen."""
+        return HOPE if self._bounds and not self._by_jobs else 1.0
+
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
         key = jobs_class(jobs)
@@ -250,10 +255,6 @@ class DraftCosts:
         known, curve = min(curves.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
         guess = curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
         return min(guess, self._bounds[key][1].seconds(depth)) if key in self._bounds else guess
-
-    def hopeful(self, depth: float, jobs: float, passes: CostCurve) -> float:
-        """As little as it may take, where only more was seen."""
-        return (1.0 if self.is_sure else HOPE) * self.seconds(depth, jobs, passes)
 
     def add(
         self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve, *, at_most: bool = False

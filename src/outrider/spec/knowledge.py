@@ -85,6 +85,7 @@ class Knowledge:
         self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
         self._jobs: dict[int, dict[str, JobRecord]] = {}
         self._step_s = FIRST_STEP  # of drafters that were not measured
+        self._told: dict[tuple[str, float, float], float] = {}  # by `draft_s` of late: it is asked often
 
     def expect(self, prices: Prices) -> None:
         """Samples that were taken beforehand."""
@@ -108,6 +109,7 @@ class Knowledge:
         if self.knows_plain:
             self.budget.settle(self.plain_s)
         self._step_s = FIRST_STEP * passes.seconds(num_jobs)
+        self._told.clear()
         for drafter in self._drafters.values():
             drafter.look()
 
@@ -238,6 +240,7 @@ class Knowledge:
 
     def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
         reading_s = 0.0
+        self._told.clear()
         for name, (steps, drafted, unread, first) in work.items():
             costs = self._costs.setdefault(name, DraftCosts())
             seconds = times.drafters.get(name, 0.0)
@@ -280,16 +283,20 @@ class Knowledge:
 
     def draft_s(self, name: str, depth: float, jobs: float) -> float:
         """Seconds of drafting `depth` tokens for each of `jobs` on average."""
-        costs = self._costs.get(name)
-        if costs is None or not costs.is_known:
-            return self._step_s * depth
-        return costs.seconds(depth, jobs, self.passes)
+        key = name, depth, jobs
+        seconds = self._told.get(key)
+        if seconds is None:
+            costs = self._costs.get(name)
+            if costs is None or not costs.is_known:
+                seconds = self._step_s * depth
+            else:
+                seconds = costs.seconds(depth, jobs, self.passes)
+            self._told[key] = seconds
+        return seconds
 
     def hopeful_draft_s(self, name: str, depth: float, jobs: float) -> float:
         costs = self._costs.get(name)
-        if costs is None or not costs.is_known:
-            return self._step_s * depth
-        return costs.hopeful(depth, jobs, self.passes)
+        return (1.0 if costs is None else costs.hope) * self.draft_s(name, depth, jobs)
 
     @property
     def is_sure_of_drafts(self) -> bool:

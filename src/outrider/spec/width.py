@@ -98,7 +98,7 @@ class WidthChooser:
                 for asks, choice in zip(chosen, choices, strict=True)
             ]
             for job, asks in zip(jobs, chosen, strict=True):
-                job.wanted = bool(asks)
+                job.wanted = tuple([ask.drafter for ask in asks])
         return choices
 
     def _room(self, job: Job) -> Choice:
