@@ -61,6 +61,14 @@ class Priced(Protocol):
         """Seconds of chains of so many tokens for each of so many jobs; None where that cannot be measured."""
 
 
+class Promising(Protocol):
+    """A drafter of which it is known from elsewhere how good it is: the engine need not find that out."""
+
+    @property
+    def promised(self) -> Sequence[float]:
+        """The share of its chains that are kept up to each place."""
+
+
 class LookingUp(Protocol):
     """A drafter whose proposals are found, not computed: certain, at next to no cost, and with `Drafts.matched`, by
     which the engine cuts them (`spec/lookups.py`)."""

@@ -69,8 +69,10 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, promised: Sequence[float] = ()) -> None:
+        """promised: what is kept of its chains up to each place, where it was measured (`draft.base.Promising`)."""
         self.head = head
+        self.promised = promised
         self.hidden = head.hidden
         self.seats: dict[int, Seat] = {}
         self._roller = head.roller()
@@ -84,7 +86,7 @@ class EagleDrafter:
             raise ConfigError(f"{path} holds Medusa heads; write medusa:{path}", param="draft")
         build = getattr(target, "build_head", None)
         head: Head | None = None if build is None else build(file)
-        return cls(head or _torch_head(file, cast(HeadHost, target)))
+        return cls(head or _torch_head(file, cast(HeadHost, target)), file.kept)
 
     def lag(self, job: Job) -> int:
         """What the target has not read yet: its hidden states are what the head reads."""

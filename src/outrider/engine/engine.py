@@ -70,12 +70,16 @@ class Engine:
         router = Router(drafters, target.info, self.clock, inner=[ForcedDrafter()])
         speculation = speculation or SpeculationConfig()
         lookups = {drafter.name for drafter in drafters if getattr(drafter, "looks_up", False)}
+        promised = {drafter.name: kept for drafter in drafters if (kept := getattr(drafter, "promised", ()))}
+        controller = controller or AdaptiveController(
+            statistics=lambda: self.loop.statistics, lookups=lookups, prices=prices, promised=promised
+        )
         self.loop = Loop(
             target,
             router,
             scheduling or SchedulerConfig(),
             self.clock,
-            controller or AdaptiveController(statistics=lambda: self.loop.statistics, lookups=lookups, prices=prices),
+            controller,
             speculation.max_width,
             RunAhead(router, target, Payoff(always=run_ahead == "always")) if run_ahead else None,
         )

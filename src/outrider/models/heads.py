@@ -18,7 +18,7 @@ from outrider.models.facts import Facts
 from outrider.models.head_spec import IDS, OFFSETS, EagleSpec, HeadSpec, MedusaSpec
 from outrider.models.head_tensors import FLOATS, INTEGERS, Tensors, open_tensors
 from outrider.models.medusa import medusa_shapes, read_medusa
-from outrider.models.own_heads import fingerprint_in
+from outrider.models.own_heads import fingerprint_in, kept_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ class HeadFile:
         self.types: Mapping[str, str] = {ours: tensors.types[theirs] for ours, theirs in names.items()}
         self._tensors, self._names = tensors, names
         self.made_for: str | None = None  # the fingerprint of the model it was trained on, where it says
+        self.kept: list[float] = []  # the share of its chains that were kept up to each place, where it says
         self._check()
 
     @property
@@ -111,6 +112,7 @@ def open_head(path: Path | str) -> HeadFile:
     tensors = open_tensors(weights)
     file = HeadFile(path, tensors, *(read_medusa if _is_medusa(facts) else read_eagle)(facts, tensors))
     file.made_for = fingerprint_in(facts.values.get("outrider"))
+    file.kept = kept_in(facts.values.get("outrider"))
     return file
 
 

@@ -40,3 +40,11 @@ def fingerprint_in(ours: object) -> str | None:
     made_for = ours.get("made_for") if isinstance(ours, dict) else None
     found = made_for.get("fingerprint") if isinstance(made_for, dict) else None
     return found if isinstance(found, str) else None
+
+
+def kept_in(ours: object) -> list[float]:
+    """Of the same part: the share of chains that were kept up to each place, when the head was evaluated."""
+    found = ours.get("kept") if isinstance(ours, dict) else None
+    shares = found if isinstance(found, list) else []
+    is_sound = all(isinstance(share, float) and 0.0 <= share <= 1.0 for share in shares)
+    return shares if is_sound and shares == sorted(shares, reverse=True) else []

@@ -7,6 +7,7 @@ Of a tree, a place is a level: it is kept when one of its nodes is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from outrider.metrics import Outcome
 
 FIRST_GUESS = 0.7  # acceptance of a drafter that nothing is known about
 GUESS_WEIGHT = 4.0  # judged tokens it counts for
+PROMISE_WEIGHT = 32.0  # proposals that a promise counts for
 PLACE_WEIGHT = 16.0  # a place differs from the one before it only as far as judged tokens say
 MEMORY = 600.0  # judged tokens a drafter's record remembers
 JOB_WEIGHT = 64.0  # judged tokens after which a request speaks for itself
@@ -110,6 +112,21 @@ class DrafterRecord:
         self._sums: list[float] = []  # expected to be kept of that many judged
         self._outlooks: dict[int, list[float]] = {}
         self._num_requests = self._request_mean = 0.0  # requests that are over, and the mean of what they kept
+        self.look()
+
+    def believe(self, kept: Sequence[float]) -> None:
+        """What was measured elsewhere: the share of proposals that are kept up to each place. It counts like a few that
+        were judged here, and is forgotten as they are."""
+        places, shares = len(kept), [1.0, *kept, 0.0]
+        for counts in (self._by_judged, self._by_kept, self._by_depth, self._by_room):
+            counts += [0.0] * (places + 1 - len(counts))
+        for place in range(places + 1):
+            proposals = PROMISE_WEIGHT * (shares[place] - shares[place + 1])  # that end there
+            self._by_kept[place] += proposals
+            self._by_judged[min(place + 1, places)] += proposals
+            self.num_judged += min(place + 1, places) * proposals
+        self._by_depth[places] += PROMISE_WEIGHT
+        self._by_room[places] += PROMISE_WEIGHT
         self.look()
 
     def add_silence(self) -> None:

@@ -104,7 +104,8 @@ class Found(NamedTuple):
 
 class AdaptiveController:
     """`statistics`: where the decisions for all requests are counted; `lookups`: drafters that look text up; `prices`:
-    what a device says of itself, which rounds will confirm or not."""
+    what a device says of itself; `promised`: how much of drafters' chains was kept elsewhere. Rounds confirm that, or
+    not."""
 
     def __init__(
         self,
@@ -112,8 +113,9 @@ class AdaptiveController:
         statistics: Callable[[], Statistics] | None = None,
         lookups: Collection[str] = (),
         prices: Prices | None = None,
+        promised: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        self._known = Knowledge((config or WidthConfig()).probing)
+        self._known = Knowledge((config or WidthConfig()).probing, promised)
         if prices is not None:
             self._known.expect(prices)
         self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds)

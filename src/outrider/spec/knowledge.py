@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from outrider.metrics import Outcome, PassTimes
 from outrider.spec.acceptance import DrafterRecord, JobRecord
@@ -66,7 +66,8 @@ class Surprise:
 class Knowledge:
     """Learns from every round."""
 
-    def __init__(self, probing: float) -> None:
+    def __init__(self, probing: float, promised: Mapping[str, Sequence[float]] | None = None) -> None:
+        """promised: by drafter, the share of proposals that are kept up to each place, measured elsewhere."""
         self.budget = Budget(probing)
         self.passes = CostCurve()
         self._plain = CostCurve()  # of rounds without drafts alone, which may be queued where others are not
@@ -83,6 +84,8 @@ class Knowledge:
         self.tree_round = 0  # when there was a tree
         self._costs: dict[str, DraftCosts] = {}
         self._drafters: dict[tuple[str, bool], DrafterRecord] = {}  # by name, and whether for trees
+        for name, kept in (promised or {}).items():
+            self.drafter(name).believe(kept)
         self._jobs: dict[int, dict[str, JobRecord]] = {}
         self._step_s = FIRST_STEP  # of drafters that were not measured
         self._told: dict[tuple[str, float, float], float] = {}  # by `draft_s` of late: it is asked often

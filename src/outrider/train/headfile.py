@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -94,4 +95,17 @@ def write_head(
     beside = folder / "model.tmp.safetensors"
     save_file(tensors, beside)
     beside.replace(folder / "model.safetensors")
+    _write_config(folder, config)
+
+
+def note_kept(folder: Path, kept: Sequence[float]) -> None:
+    """What was measured of a head that is written goes with it: engines need not find it out."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["outrider"]["kept"] = [
+        round(share, 3) for share in accumulate(kept, min)
+    ]  # last places may be of few chains
+    _write_config(folder, config)
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.train.eagle import EagleTrainer, Report, layers_of
+from outrider.train.headfile import note_kept
 from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
 from outrider.train.texts import SCHEDULING, Texts, answer, invented, longest_prompt, prompts_from
@@ -53,7 +54,11 @@ def train(
 
         trainer.run(told)
     held = [text[:first] for text, first in list(zip(*texts, strict=True))[len(texts.tokens) - settings.held_out :]]
-    return evaluate(settings.model, folder, held, settings.max_tokens, device=device) if held else None
+    if not held:
+        return None
+    found = evaluate(settings.model, folder, held, settings.max_tokens, device=device)
+    note_kept(folder, found.kept_by_place)
+    return found
 
 
 def gather(engine: Engine, settings: TrainSettings, folder: Path, say: Say) -> Texts:
