@@ -132,6 +132,7 @@ class AdaptiveController:
         self._is_fresh = False  # made for the round under way
         self._pays = False  # drafts, since that is known to be better
         self._repeats = False  # says the same as the one before
+        self._rests = False  # nobody drafts
         self._num_trees = 0  # decisions for trees
         self._attempts: dict[str, int] = {}  # drafter -> rounds it was tried, knowing nothing
 
@@ -146,6 +147,15 @@ class AdaptiveController:
             return asked
         chosen = self._choose(jobs, others, rows)
         return [_in_order(asks + own, room) for asks, own, room in zip(chosen, asked, rooms, strict=True)]
+
+    def still_rests(self, jobs: Sequence[Job], rows: int) -> bool:
+        if self._left <= 0 or not self._rests or rows != self._rows or jobs != self._jobs:
+            return False
+        if self._lookups.names and not self._lookups.nap(jobs):
+            return False
+        self._left -= 1
+        self._is_fresh = True
+        return True
 
     def _apart(self, jobs: Sequence[Job], rooms: Sequence[tuple[Ask, ...]]) -> tuple[Rooms, Rooms]:
         """Rooms of those who look text up, where the width is free; and of all others."""
@@ -175,8 +185,8 @@ class AdaptiveController:
         elif not is_same:  # others come: more often again, but not as if nothing was known
             self._hold = max(1.0, self._hold / 8.0)
         self._decide(self._survey(rows))
-        self._repeats = self._asks == before
-        longest = LONGEST_HOLD if any(self._asks) else LONGEST_REST
+        self._repeats, self._rests = self._asks == before, not any(self._asks)
+        longest = LONGEST_REST if self._rests else LONGEST_HOLD
         self._hold = min(longest, 2.0 * self._hold if self._repeats else self._hold + 0.25)
         return self._asks
 
@@ -195,6 +205,7 @@ class AdaptiveController:
             for job, room, place in zip(jobs, rooms, known, strict=True)
         ]
         self._jobs, self._rooms, self._left = list(jobs), list(rooms), min(self._left, LONGEST_DELAY)
+        self._rests = not any(self._asks)
         return True
 
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:

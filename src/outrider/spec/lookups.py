@@ -185,6 +185,17 @@ class Lookups:
             return False
         return True
 
+    def nap(self, jobs: Sequence[Job]) -> bool:
+        """A round in which all of these are left alone; False, and nothing was done, where one of them is not."""
+        accounts = [self._accounts.get(job.id) for job in jobs]
+        if not all([account is not None and account.nap for account in accounts]):
+            return False
+        for account in accounts:
+            assert account is not None
+            account.nap -= 1
+        self._is_asked = False
+        return True
+
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each proposal to judge."""
         counts = list(drafts.counts)

@@ -38,6 +38,10 @@ class Controller(Protocol):
         get them back. rows: tokens that other jobs are fed in the same pass.
         """
 
+    def still_rests(self, jobs: Sequence[Job], rows: int) -> bool:
+        """Whether it was decided that none of these jobs is drafted for, and that stands for this round, too: then it
+        need not be asked for more. rows: as for `choose`."""
+
     def worth(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> Sequence[int]:
         """How many tokens of each looked-up proposal to judge (`Drafts.matched`)."""
 
@@ -90,6 +94,8 @@ class WidthChooser:
 
     def choose(self, jobs: Sequence[Job], rows: int) -> list[Choice]:
         """For every deciding job of a pass in which others are fed `rows` tokens."""
+        if self.controller.still_rests(jobs, rows):
+            return [PLAIN] * len(jobs)
         choices = [self._room(job) for job in jobs]
         if any(choice.asks and job.width is None for job, choice in zip(jobs, choices, strict=True)):
             chosen = self.controller.choose(jobs, [choice.asks for choice in choices], rows)
