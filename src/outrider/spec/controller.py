@@ -130,7 +130,8 @@ class AdaptiveController:
         self._left = 0  # rounds
         self._hold = 1.0
         self._is_fresh = False  # made for the round under way
-        self._pays = False  # drafts, since that is known to be better
+        self._pays = False  # drafts, since that is known to be better,
+        self._gain = 0.0  # by so many tokens of a round and job
         self._repeats = False  # says the same as the one before
         self._rests = False  # nobody drafts
         self._num_trees = 0  # decisions for trees
@@ -146,6 +147,7 @@ class AdaptiveController:
             self._jobs, self._reasons, self._is_fresh = [], [LOOKING] * len(jobs), True
             return asked
         chosen = self._choose(jobs, others, rows)
+        self._lookups.rival = self._gain if self._pays else 0.0
         return [_in_order(asks + own, room) for asks, own, room in zip(chosen, asked, rooms, strict=True)]
 
     def still_rests(self, jobs: Sequence[Job], rows: int) -> bool:
@@ -342,6 +344,7 @@ class AdaptiveController:
         else:
             self._give(groups, [], f"{LOSING}{_rounded(ratio)}x")
         rows, self._pays = found.best.rows, drafts and found.reason is None and known.knows_plain
+        self._gain = found.best.tokens * (1.0 - 1.0 / ratio) / len(now.jobs)
         if drafts and known.queues and now.is_steady and found.reason != BRANCHING:
             self._left = MORE_TRIES
         if found.reason is None and (not drafts or known.passes.knows(rows / NEAR**2, rows * NEAR**2)):
@@ -504,7 +507,7 @@ class AdaptiveController:
     def _probe(self, now: Situation, groups: Sequence[Group]) -> None:
         """Let a few jobs ask a drafter that rests, as far as the budget goes."""
         known = self._known
-        if hope(groups, now.batch, known.passes.seconds, known.draft_s) < NOTABLE * now.plain_rate:
+        if hope(groups, now.batch, known.passes.hopeful, known.hopeful_draft_s) < NOTABLE * now.plain_rate:
             return  # not even if all drafts were kept
         resting = [
             (view.place, offer)

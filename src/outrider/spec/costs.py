@@ -17,10 +17,11 @@ MEMORY = 24  # samples a point remembers
 WELL_KNOWN = 8  # samples, after which one more changes little:
 HINT = 0.11  # of a sample is what a pass tells that read a prompt
 FRESH = 8.0  # samples of other sizes that change nothing of what a point remembers
-FADING = 32.0  # further ones after which that counts for half: contexts grow meanwhile
+FADING = 16.0  # further ones after which that counts for half: contexts grow meanwhile
 AT_MOST = 0.1  # of a sample is what can be less, so that the first real one takes its place
 SELDOM = 4  # of those so many are taken in together
-PACE = 0.04  # how quickly the common pace follows
+PACE = 0.07  # how quickly the common pace follows what is well known,
+OWN = 0.25  # of which only so much is then thought to be its own
 FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
 HOPE = 0.5  # share of the last slope that a hopeful guess goes on with
 
@@ -73,11 +74,11 @@ class CostCurve:
     def samples(self, least: float, most: float) -> float:
         """How often such sizes were measured, as far as it remembers."""
         points = [point for point in self._points.values() if least <= point[0] <= most and point[2] >= 1.0]
-        return sum([self._left(point) for point in points])
+        return sum([max(1.0, self._left(point)) for point in points])
 
     def _left(self, point: list[float]) -> float:
         """What is left of a point's samples."""
-        return max(1.0, point[2] * math.exp2(-max(0.0, self._now - point[3] - FRESH) / FADING))
+        return point[2] * math.exp2(-max(0.0, self._now - point[3] - FRESH) / FADING)
 
     @property
     def most_per_second(self) -> float:
@@ -110,10 +111,12 @@ class CostCurve:
             change = min(seconds / (point[1] * self._pace), 2.0) - 1.0
             samples = min((self._left(point) if point[2] >= 1.0 else point[2]) + 1.0, MEMORY)
             size = point[0] + 0.1 * (size - point[0])
-            self._points[key] = [size, point[1] * (1.0 + change / samples), samples, self._now]
-            self.noise += PACE * (abs(change) - self.noise)
-            if samples > 4.0:
+            self.noise += 0.04 * (abs(change) - self.noise)
+            is_common = samples >= WELL_KNOWN  # what changes there changes everywhere: contexts, or the machine
+            if is_common:
                 self._pace *= 1.0 + PACE * change
+            own = (OWN if is_common else 1.0) * change / samples
+            self._points[key] = [size, point[1] * (1.0 + own), samples, self._now]
             self._num_added += 1
             if samples >= WELL_KNOWN and self._num_added % SELDOM:
                 return

@@ -157,6 +157,7 @@ class Lookups:
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
         self._round_s: dict[bool, float] = {}  # of rounds without drafts, by whether somebody was asked
         self._accounts: dict[int, Account] = {}  # by job
+        self.rival = 0.0  # tokens that another drafter, who is asked where these are silent, gains for a job
         self._gain = FIRST_GAIN  # of all of them: what a new one is thought to be like
         self._parts: dict[tuple[Ask, ...], tuple[tuple[Ask, ...], tuple[Ask, ...]]] = {}  # of rooms: there are few
 
@@ -188,7 +189,7 @@ class Lookups:
     def nap(self, jobs: Sequence[Job]) -> bool:
         """A round in which all of these are left alone; False, and nothing was done, where one of them is not."""
         accounts = [self._accounts.get(job.id) for job in jobs]
-        if not all([account is not None and account.nap for account in accounts]):
+        if not all(account is not None and account.nap for account in accounts):
             return False
         for account in accounts:
             assert account is not None
@@ -209,6 +210,8 @@ class Lookups:
             account = self._accounts.get(job.id)
             if account is not None and job.width is None and index not in drafts.parents:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
+                if gain < self.rival:
+                    counts[index] = 0
                 account.gain += FOLLOW * (gain - account.gain)
                 self._gain += SLOWLY * (gain - self._gain)
                 self._lay_down(account, cost)
