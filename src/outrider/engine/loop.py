@@ -108,7 +108,7 @@ class Loop:
             self.room.fit(plan)
             if not plan.jobs:
                 return events
-            timer.lap()
+            timer.planned()
             ready = self.ahead.take(plan) if self.ahead is not None else ()
             drafts = self.router.propose(self.target, plan, ready, self.width.controller.worth)
             draft_s = timer.lap()

@@ -13,11 +13,16 @@ class RoundTimer:
 
     def __init__(self, clock: Clock) -> None:
         self._now = clock.now
-        self._begun = self._last = 0.0
+        self._begun = self._last = self._plan_s = 0.0
         self._counted = self._tail_s = 0.0  # when the last round's times were taken, and how long it went on after that
 
     def begin(self) -> None:
         self._begun = self._last = self._now()
+
+    def planned(self) -> None:
+        """The round is planned. That costs it nothing: a decision takes long, and stands for many rounds like it."""
+        self._last = self._now()
+        self._plan_s = self._last - self._begun
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -41,7 +46,7 @@ class RoundTimer:
         self._counted, tail_s, self._tail_s = self._now(), self._tail_s, 0.0
         rest = max(0.0, self._counted - self._begun + tail_s - times.score_s - times.judge_s)
         if not times.queues:
-            times.host_s = max(0.0, rest - times.draft_s)
+            times.host_s = max(0.0, rest - times.draft_s - self._plan_s)
             return
         makers = {maker for maker in drafts.makers if maker}
         if makers:
