@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import DraftError
-from outrider.spec.lookups import Odds, Trust, hits_of, worthwhile
+from outrider.spec.lookups import Lookups, Odds, Trust, hits_of, worthwhile
 from outrider.spec.router import Router
 from outrider.types import Ask, Drafts, Job, Plan
 from test_sampling import job
@@ -179,6 +180,15 @@ def test_where_a_lookup_is_not_worth_it_the_next_drafter_is_asked() -> None:
     ours = engine(NgramDrafter(), ScriptedDrafter(script), per_token=0.02)
     ours.generate([1, 2, 3], max_tokens=120, seed=1)
     assert asked, "matches of one token are everywhere, but worth nothing"
+
+
+def test_what_is_found_must_gain_more_than_a_rival() -> None:
+    lookups, one = Lookups({"ngram"}, lambda rows: 1.0 + 0.05 * rows), replace(job(8), width=None)
+    found = Drafts([2], np.asarray([4, 5]), matched=[8])
+    lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
+    assert lookups.worth("ngram", [one], found) == [2]
+    lookups.rival = 3.0
+    assert lookups.worth("ngram", [one], found) == [0], "then that one is asked"
 
 
 def test_answers_are_plain_ones() -> None:

@@ -27,5 +27,6 @@ def test_a_head(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(file.stat().st_size for file in head.iterdir()) < 12e6
     file = open_head(head)
     assert isinstance(file.spec, EagleSpec) and file.spec.version == 3 and file.made_for == fingerprint
+    assert len(file.kept) == 5 and file.kept[0] > 0.5, "what it is like is known before it drafts"
     card = (head / "README.md").read_text(encoding="utf-8")
     assert all(word in card for word in ("Licence", "recipes/", "tokens a round"))

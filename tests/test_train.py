@@ -161,6 +161,7 @@ def test_from_a_file_of_prompts_to_a_head(model: str, tmp_path: Path, capsys: py
     found = train(settings, tmp_path / "out", device="cpu", say=said.append, report=lambda report: None)
     assert found is not None and found.tokens_per_round >= 1.0 and found.num_prompts == 2
     assert any("12/12 answers" in line for line in said) and any("update 0 is next" in line for line in said)
+    assert open_head(tmp_path / "out").kept == pytest.approx(found.kept_by_place, abs=1e-3), "it goes with the head"
     again: list[str] = []
     train(settings, tmp_path / "out", device="cpu", say=again.append, report=lambda report: None)
     assert not any("answers" in line for line in again) and "update 4 is next" in again[-1], "nothing is done twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,7 +21,8 @@ from outrider.spec.budget import Budget
 from outrider.spec.choice import Batch, Group, Prospect, best_choice, plain_rate
 from outrider.spec.costs import CostCurve, DraftCosts
 from outrider.spec.knowledge import Surprise
-from outrider.types import Event, Request, SamplingParams
+from outrider.spec.width import Choice
+from outrider.types import Event, Job, Request, SamplingParams
 
 from conftest import drafter_of
 
@@ -252,6 +254,72 @@ def test_a_request_differs_from_the_others() -> None:
         rounds(record, good, 0.9, 4, start)
         rounds(record, bad, 0.3, 4, start)
     assert record.outlook(good.shift, 1)[0] > record.outlook(bad.shift, 1)[0] + 0.3
+
+
+def test_a_promise_counts_until_rounds_say_otherwise() -> None:
+    kept = [0.6, 0.4, 0.3]
+    promised = DrafterRecord()
+    promised.believe(kept)
+    assert promised.outlook(0, 3) == pytest.approx(kept, abs=0.05)
+    unlucky = DrafterRecord()
+    for record in (promised, unlucky):
+        for _ in range(5):
+            record.add(1, Outcome.of_chain(1, 0, 1), 1)
+        record.look()
+    assert promised.outlook(0, 1)[0] > 0.5 and unlucky.outlook(0, 1)[0] < 0.4, "five misses are bad luck, or not"
+    request = JobRecord(0)
+    rounds(promised, request, 0.05, 60)
+    assert promised.outlook(request.shift, 1)[0] < 0.2, "it was wrong"
+
+
+def test_a_drafter_that_promises_is_asked_before_it_was_tried_much() -> None:
+    """The first proposals are all refused; what is promised outlives that."""
+    asked: dict[bool, int] = {}
+    for promises in (False, True):
+        clock = VirtualClock()
+        target = MockBackend(MockConfig(**MODEL, seconds_per_pass=1.0, seconds_per_token=0.4), clock=clock)
+        right = Engine.load(target, draft="none", clock=clock).generate([1, 2], max_tokens=100, temperature=0.0)
+        wanted = [1, 2, *right.token_ids]
+
+        def script(tokens: Sequence[int], width: int, wanted: list[int] = wanted) -> Sequence[int]:
+            line = wanted[len(tokens) : len(tokens) + width]
+            return line if len(tokens) > 8 else [(token + 1) % 32 for token in line]
+
+        drafter = ScriptedDrafter(script)
+        drafter.promised = [0.9, 0.8, 0.7] if promises else []  # type: ignore[attr-defined]
+        engine = Engine.load(target, draft=drafter, clock=clock)
+        assert engine.generate([1, 2], max_tokens=100, temperature=0.0).token_ids == right.token_ids
+        asked[promises] = engine.statistics.passes
+    assert asked[True] < asked[False]
+
+
+def test_passes_that_are_not_seen_follow_those_that_are() -> None:
+    """A long context makes all passes slower; when it ends, all are quicker again."""
+    curve = CostCurve()
+    for _ in range(24):
+        curve.add(1, 1.0)
+    curve.add(2, 1.4)
+    for _ in range(200):
+        curve.add(1, 0.6)
+    assert curve.seconds(1) == pytest.approx(0.6, rel=0.05) and curve.seconds(2) == pytest.approx(0.84, rel=0.15)
+
+
+def test_a_rest_that_stands_asks_nobody() -> None:
+    """The rounds between decisions are as plain as can be, and are told all the same."""
+    ours = losing_engine()
+    ours.generate([1, 2], max_tokens=300, seed=1)
+    chooser, looks = ours.loop.width, 0
+    room = chooser._room
+
+    def look(job: Job) -> Choice:
+        nonlocal looks
+        looks += 1
+        return room(job)
+
+    chooser._room = look  # type: ignore[method-assign]
+    result = ours.generate([1, 3], max_tokens=300, seed=1)
+    assert looks < 100 and sum(result.statistics.reasons.values()) >= 295
+    assert result.token_ids == losing_engine().generate([1, 3], max_tokens=300, seed=1, width=0).token_ids
 
 
 def test_silence_and_short_proposals_are_expected() -> None:
