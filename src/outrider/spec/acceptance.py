@@ -127,6 +127,7 @@ class DrafterRecord:
             self.num_judged += min(place + 1, places) * proposals
         self._by_depth[places] += PROMISE_WEIGHT
         self._by_room[places] += PROMISE_WEIGHT
+        self._sums = []
         self.look()
 
     def add_silence(self) -> None:
@@ -155,6 +156,8 @@ class DrafterRecord:
 
     def look(self) -> None:
         """Settle what the record says, and forget most of the past when it no longer holds."""
+        if self._sums and not self._new[1]:  # nothing is new
+            return
         if self._new[1]:
             new, self._new = Tally(*self._new), [0.0, 0.0, 0.0]
             since = self._watch.changed(new, new.expected / new.judged, ALL_EVIDENCE)

@@ -1,8 +1,9 @@
 """The width that pays, per request and round, from what was measured: 0 where plain decoding wins.
 
-`knowledge.py` learns (with `acceptance.py` and `costs.py`), `choice.py` computes the best widths from that, `budget.py`
-says what may be tried. A decision stands for a few rounds. Requests that rest are tried again now and then, and so are
-widths and trees that nothing is known about, if they look good.
+`knowledge.py` learns (with `acceptance.py` and `costs.py`), `survey.py` says what that means for the jobs at hand,
+`choice.py` computes the best widths from it, `budget.py` says what may be tried. A decision stands for a few rounds.
+Requests that rest are tried again now and then, and so are widths and trees that nothing is known about, if they look
+good.
 
 Drafters that look text up are another matter: what they found decides how many rows they get (`lookups.py`).
 """
@@ -10,22 +11,18 @@ Drafters that look text up are another matter: what they found decides how many 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.config import WidthConfig
 from outrider.metrics import LOSING, Outcome, PassTimes, Statistics
-from outrider.spec.acceptance import JobRecord
-from outrider.spec.choice import Batch, Best, Group, Prospect, best_choice, hope, plain_rate
-from outrider.spec.knowledge import NEAR, Knowledge, starters
+from outrider.spec.choice import Batch, Best, Group, best_choice, hope, plain_rate
+from outrider.spec.knowledge import NEAR, Knowledge
 from outrider.spec.lookups import Lookups
 from outrider.spec.probe import Candidate, Probes, cheapest
+from outrider.spec.survey import SHORT, Offer, Situation, Survey
 from outrider.spec.width import Prices
 from outrider.types import Ask, Drafts, Job, Plan
 
-FIRST_WIDTH = 4  # tokens drafted as long as costs are unknown
-SHORT = 16  # an answer with fewer tokens to come tries nothing new
-CHEAP = 0.5  # of a row in the largest pass: who can catch up for that may start at once
 NOTABLE = 1.03  # what is not known is tried when it may be better by so much
 LIKELY = 0.85  # of what a batch could bring at most without drafts: what brings more needs no comparison
 SURE = 4.0  # samples of a pass, where they differ by chance
@@ -35,12 +32,10 @@ LONG_AGO = 256  # rounds after which plain passes are measured again, and trees 
 LONGEST_HOLD = 16.0  # rounds a decision stands
 LONGEST_REST = 48.0  # the same, of one not to draft: nothing is learned meanwhile, and looking costs as well
 DOUBTED = 4  # rounds that are drafted on in doubt
-LEAST_CHANCE = 0.01  # that a place must have of being kept, to be thought of
 LONGEST_DELAY = 2  # rounds it stands when jobs come and go
 MORE_TRIES = 2  # rounds that a try goes on where rounds are queued: the first takes longer than the others
 MOST_ATTEMPTS = 3  # rounds that an unknown drafter is asked, whatever is expected of it
 WORTH_TRYING = 100  # tokens to come, for that
-CHARGE = 1.0 / 16.0  # catching up is counted in such parts of a pass
 
 FIRST_TRY = "plain: a few other requests try the draft first"
 NEW = "plain: a new request waits for the next decision"
@@ -55,43 +50,6 @@ LOOKING = "what was looked up is judged as far as that pays"
 
 
 Rooms = list[tuple[Ask, ...]]
-
-
-class Offer(NamedTuple):
-    """A drafter that may be asked for a job."""
-
-    drafter: str
-    width: int  # at most
-    shift: int  # of the job's acceptance, see `JobRecord`
-    entry: int  # what catching up costs this round, in units of CHARGE
-    may_branch: bool
-    must_branch: bool
-
-
-class View(NamedTuple):
-    """A job whose width is free: its place among the deciding, and who may draft."""
-
-    place: int
-    offers: tuple[Offer, ...]
-
-
-@dataclass(slots=True)
-class Situation:
-    """What a decision is made from."""
-
-    jobs: Sequence[Job]
-    batch: Batch
-    views: list[View]
-    pass_s: float  # without the drafts that are to be chosen
-    plain_rate: float  # tokens per second without them
-    most_rows: float  # that a pass may have: not many times what was measured
-    is_steady: bool  # nobody reads a prompt
-    rate: float = 0.0  # of the best drafting
-    is_saving: bool = False  # for a try that promises more than probes do
-
-    def room(self, place: int) -> int:
-        """Tokens that are to come for a job."""
-        return self.jobs[place].limit - len(self.jobs[place].tokens)
 
 
 class Found(NamedTuple):
@@ -118,6 +76,7 @@ class AdaptiveController:
         self._known = Knowledge((config or WidthConfig()).probing, promised)
         if prices is not None:
             self._known.expect(prices)
+        self._survey = Survey(self._known)
         self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds)
         self._statistics = statistics
         # The decision that stands
@@ -186,7 +145,10 @@ class AdaptiveController:
             self._hold = 1.0
         elif not is_same:  # others come: more often again, but not as if nothing was known
             self._hold = max(1.0, self._hold / 8.0)
-        self._decide(self._survey(rows))
+        now = self._survey.look(self._jobs, self._rooms, rows)
+        if now.has_changed:
+            self._hold = 1.0
+        self._decide(now)
         self._repeats, self._rests = self._asks == before, not any(self._asks)
         longest = LONGEST_REST if self._rests else LONGEST_HOLD
         self._hold = min(longest, 2.0 * self._hold if self._repeats else self._hold + 0.25)
@@ -249,73 +211,12 @@ class AdaptiveController:
             for (width, reason), times in counts.items():
                 self._statistics().add_choice(width, reason, times)
 
-    def _survey(self, rows: int) -> Situation:
-        """What is known of the batch, and what may be drafted for whom."""
-        known, jobs = self._known, self._jobs
-        known.look(jobs)
-        fed = rows + sum([len(job.tokens) - job.cached for job in jobs])
-        batch, pass_s = Batch(float(fed), float(len(jobs))), known.passes.seconds(fed)
-        views: list[View] = []
-        begun: dict[str, int] = {}  # jobs that begin with a drafter that is not known yet
-        for place, (job, room) in enumerate(zip(jobs, self._rooms, strict=True)):
-            if not room:
-                continue
-            records = [known.record(job, ask.drafter) for ask in room]
-            for record in records:
-                if record.look(len(job.tokens)):
-                    self._hold = 1.0
-                    known.budget.encourage()
-            if job.width is not None:
-                self._add_fixed(batch, room[0], records[0])
-                continue
-            offers = [
-                self._offer(job, ask, record, pass_s)
-                for ask, record in zip(room, records, strict=True)
-                if (known.knows_plain and known.knows_steps(ask.drafter)) or self._may_start(job, ask.drafter, begun)
-            ]
-            views.append(View(place, tuple(offers)))
-        rate = plain_rate(batch, known.plain_s, known.draft_s)
-        most_rows = max(2.0 * known.passes.largest, batch.rows + FIRST_WIDTH * len(jobs))
-        return Situation(jobs, batch, views, known.passes.seconds(batch.rows), rate, most_rows, fed == len(jobs))
-
-    def _add_fixed(self, batch: Batch, ask: Ask, record: JobRecord) -> None:
-        """A job whose width is fixed is part of the batch as it is."""
-        drafter = self._known.drafter(ask.drafter, ask.tree and ask.drafter not in self._known.chains_only)
-        places = max(1, round(ask.width / drafter.nodes))
-        batch.tokens += sum(drafter.outlook(record.shift, places))
-        batch.rows += ask.width
-        steps = batch.steps.setdefault(ask.drafter, [])
-        steps += [0.0] * (places - len(steps))
-        for place in range(places):
-            steps[place] += drafter.nodes
-
-    def _may_start(self, job: Job, name: str, begun: dict[str, int]) -> bool:
-        """A drafter that nothing is known of begins with a few jobs."""
-        known = self._known
-        if job.limit - len(job.tokens) < SHORT:
-            return False
-        begun[name] = begun.get(name, 0) + 1
-        if begun[name] <= starters(len(self._jobs)):
-            return True
-        largest = known.passes.largest
-        row_s = known.passes.seconds(largest) / largest if largest else 0.0
-        return known.knows_drafter(name) and known.read_s(job, name) < CHEAP * row_s
-
-    def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
-        known = self._known
-        width = ask.width if known.passes.is_known else min(ask.width, FIRST_WIDTH)
-        # Catching up is spread over what is left of the answer, about two tokens a round
-        entry_s = known.read_s(job, ask.drafter) * min(1.0, 2.0 / max(1, job.limit - len(job.tokens)))
-        branches = ask.tree and ask.drafter not in known.chains_only
-        must_branch = branches and bool(job.tree)
-        return Offer(ask.drafter, width, record.shift, round(entry_s / (CHARGE * pass_s)), branches, must_branch)
-
     def _decide(self, now: Situation) -> None:
         """Fill in asks and reasons."""
         known = self._known
         for view in now.views:
             self._reasons[view.place] = FIRST_TRY
-        groups = self._groups(now, trees=False)
+        groups = self._survey.groups(now, trees=False)
         best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
         if best is None:
             return
@@ -360,11 +261,13 @@ class AdaptiveController:
         known = self._known
         if not now.is_steady or not known.knows_plain or known.queues:  # where rounds are queued, a turn is dear
             return None
+        if self._allowed(now) <= 0.0:
+            return None
         views = [
             view._replace(offers=tuple([self._doubting(now.jobs[view.place], offer) for offer in view.offers]))
             for view in now.views
         ]
-        groups = self._groups(now, trees=False, views=views)
+        groups = self._survey.groups(now, trees=False, views=views)
         best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
         if best is None or best.rate < known.budget.margin(now.plain_rate) * now.plain_rate:
             return None
@@ -376,7 +279,7 @@ class AdaptiveController:
         )
         loss = known.passes.seconds(best.rows) + best.draft_s - tokens / now.plain_rate
         loss = self._entry_s(groups, best) + DOUBTED * max(0.0, loss)
-        if loss > 0.5 * self._allowed(now, groups):
+        if loss > 0.5 * self._allowed(now):
             return None
         known.budget.spend(loss)
         return Found(groups, best)
@@ -397,30 +300,11 @@ class AdaptiveController:
             self._attempts[name] = self._attempts.get(name, 0) + 1
         return bool(names)
 
-    def _groups(self, now: Situation, *, trees: bool, views: Sequence[View] | None = None) -> list[Group]:
-        """Jobs that promise the same, together."""
-        groups: dict[tuple[Offer, ...], Group] = {}
-        for place, offers in now.views if views is None else views:
-            group = groups.get(offers)
-            if group is not None:
-                group.members.append(place)
-            elif offers:
-                prospects = {offer.drafter: self._prospect(offer, trees, now.pass_s) for offer in offers}
-                groups[offers] = Group([place], prospects)
-        return list(groups.values())
-
-    def _prospect(self, offer: Offer, trees: bool, pass_s: float) -> Prospect:
-        drafter = self._known.drafter(offer.drafter, offer.must_branch or (trees and offer.may_branch))
-        places = max(1, int(offer.width / drafter.nodes))
-        chances = drafter.outlook(offer.shift, places)
-        while len(chances) > 1 and chances[-1] < LEAST_CHANCE:  # a copy: what is known stays
-            chances.pop()
-        reach = drafter.reach(len(chances))
-        return Prospect(chances, reach, drafter.answers, drafter.nodes, offer.entry * CHARGE * pass_s)
-
     def _bolder(self, now: Situation, found: Found) -> Found:
         """Something that was not measured and may be better, if it can be afforded."""
-        passes = self._known.passes
+        passes, allowed = self._known.passes, self._allowed(now)
+        if allowed <= 0.0:
+            return found
         bold = best_choice(found.groups, now.batch, passes.hopeful, self._known.hopeful_draft_s, now.most_rows)
         if bold is None:
             return found
@@ -432,7 +316,6 @@ class AdaptiveController:
         loss += self._known.turn_s(len(now.jobs))
         if bold.rate < NOTABLE * rate:
             return found
-        allowed = self._allowed(now, found.groups)
         if loss > 0.35 * allowed:
             now.is_saving = loss < 0.6 * allowed
             return found
@@ -449,7 +332,7 @@ class AdaptiveController:
             return found
         if not all(known.drafter(name).num_judged >= SURE_OF_CHAINS for name in names) or not names:
             return found
-        groups = self._groups(now, trees=True)
+        groups = self._survey.groups(now, trees=True)
         best = best_choice(groups, now.batch, known.passes.seconds, known.draft_s, now.most_rows)
         if best is None or best.rate < NOTABLE * found.best.rate:
             return found
@@ -460,7 +343,7 @@ class AdaptiveController:
         if measured is not None and known.num_rounds - known.tree_round < LONG_AGO:
             return found
         loss = 0.3 * best.tokens / best.rate
-        if loss > 0.25 * self._allowed(now, groups):
+        if loss > 0.25 * self._allowed(now):
             return found
         known.budget.spend(loss)
         return Found(groups, best, BRANCHING)
@@ -499,7 +382,7 @@ class AdaptiveController:
 
     def _measure_plain(self, now: Situation, groups: Sequence[Group]) -> None:
         loss = now.pass_s - now.batch.tokens / now.rate + self._known.turn_s(len(now.jobs))
-        if loss <= 0.5 * self._allowed(now, groups):
+        if loss <= 0.5 * self._allowed(now):
             self._give(groups, [], MEASURING)
             self._left = int(self._known.queues)  # then a second one can be queued behind the first, and is quicker
             self._known.budget.wait(loss, now.pass_s)
@@ -507,6 +390,8 @@ class AdaptiveController:
     def _probe(self, now: Situation, groups: Sequence[Group]) -> None:
         """Let a few jobs ask a drafter that rests, as far as the budget goes."""
         known = self._known
+        if self._allowed(now) <= 0.0:
+            return
         if hope(groups, now.batch, known.passes.hopeful, known.hopeful_draft_s) < NOTABLE * now.plain_rate:
             return  # not even if all drafts were kept
         resting = [
@@ -523,7 +408,7 @@ class AdaptiveController:
             chances, entry_s = drafter.outlook(offer.shift, offer.width), known.read_s(job, offer.drafter)
             candidate = Candidate(offer.drafter, chances, drafter.answers, entry_s)
             probe = cheapest(candidate, others, known.passes.seconds, known.draft_s, rate, len(now.jobs))
-            allowed = self._allowed(now, groups) * (1.0 if probe.loss_s < 0.3 * probe.seconds else 0.5)
+            allowed = self._allowed(now) * (1.0 if probe.loss_s < 0.3 * probe.seconds else 0.5)
             loss_s = probe.loss_s if self._probed else probe.loss_s + turn_s
             if loss_s > allowed or (total and loss_s > 0.4 * first):  # the first may pay the draft steps, and the turn
                 break
@@ -541,9 +426,10 @@ class AdaptiveController:
         job, known = now.jobs[place], self._known
         return round(50.0 * known.read_s(job, offer.drafter) / now.pass_s), -known.unread(job, offer.drafter)
 
-    def _allowed(self, now: Situation, groups: Sequence[Group]) -> float:
+    def _allowed(self, now: Situation) -> float:
         """Seconds that a try may lose."""
-        judged = min(self._known.drafter(name).num_judged for name in groups[0].prospects)
+        offers = next(view.offers for view in now.views if view.offers)
+        judged = min(self._known.drafter(offer.drafter).num_judged for offer in offers)
         return self._known.budget.allowed(now.rate, now.plain_rate, judged)
 
     def _give(self, groups: Sequence[Group], places: Sequence[Mapping[str, int]], reason: str) -> None:
