@@ -187,7 +187,9 @@ def test_what_is_found_must_gain_more_than_a_rival() -> None:
     found = Drafts([2], np.asarray([4, 5]), matched=[8])
     lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
     assert lookups.worth("ngram", [one], found) == [2]
-    lookups.rival = 3.0
+    lookups.rivals = {one.id + 1: 3.0}
+    assert lookups.worth("ngram", [one], found) == [2], "of another request"
+    lookups.rivals = {one.id: 3.0}
     assert lookups.worth("ngram", [one], found) == [0], "then that one is asked"
 
 

@@ -46,5 +46,5 @@ def kept_in(ours: object) -> list[float]:
     """Of the same part: the share of chains that were kept up to each place, when the head was evaluated."""
     found = ours.get("kept") if isinstance(ours, dict) else None
     shares = found if isinstance(found, list) else []
-    is_sound = all(isinstance(share, float) and 0.0 <= share <= 1.0 for share in shares)
+    is_sound = all(isinstance(share, (int, float)) and 0.0 <= share <= 1.0 for share in shares)
     return shares if is_sound and shares == sorted(shares, reverse=True) else []

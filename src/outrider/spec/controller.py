@@ -106,7 +106,8 @@ class AdaptiveController:
             self._jobs, self._reasons, self._is_fresh = [], [LOOKING] * len(jobs), True
             return asked
         chosen = self._choose(jobs, others, rows)
-        self._lookups.rival = self._gain if self._pays else 0.0
+        drafted = zip(jobs, chosen, strict=True) if self._pays else ()
+        self._lookups.rivals = {job.id: self._gain for job, asks in drafted if asks}
         return [_in_order(asks + own, room) for asks, own, room in zip(chosen, asked, rooms, strict=True)]
 
     def still_rests(self, jobs: Sequence[Job], rows: int) -> bool:

@@ -22,6 +22,7 @@ AT_MOST = 0.1  # of a sample is what can be less, so that the first real one tak
 SELDOM = 4  # of those so many are taken in together
 PACE = 0.07  # how quickly the common pace follows what is well known,
 OWN = 0.25  # of which only so much is then thought to be its own
+NOISE = 0.04  # how quickly the mean of what samples are off follows
 FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
 HOPE = 0.5  # share of the last slope that a hopeful guess goes on with
 
@@ -111,7 +112,7 @@ class CostCurve:
             change = min(seconds / (point[1] * self._pace), 2.0) - 1.0
             samples = min((self._left(point) if point[2] >= 1.0 else point[2]) + 1.0, MEMORY)
             size = point[0] + 0.1 * (size - point[0])
-            self.noise += 0.04 * (abs(change) - self.noise)
+            self.noise += NOISE * (abs(change) - self.noise)
             is_common = samples >= WELL_KNOWN  # what changes there changes everywhere: contexts, or the machine
             if is_common:
                 self._pace *= 1.0 + PACE * change

@@ -157,7 +157,7 @@ class Lookups:
         self._cost_s: dict[str, float] = {}  # of asking, by drafter
         self._round_s: dict[bool, float] = {}  # of rounds without drafts, by whether somebody was asked
         self._accounts: dict[int, Account] = {}  # by job
-        self.rival = 0.0  # tokens that another drafter, who is asked where these are silent, gains for a job
+        self.rivals: dict[int, float] = {}  # by job: tokens that who is asked where these are silent gains for it
         self._gain = FIRST_GAIN  # of all of them: what a new one is thought to be like
         self._parts: dict[tuple[Ask, ...], tuple[tuple[Ask, ...], tuple[Ask, ...]]] = {}  # of rooms: there are few
 
@@ -210,7 +210,7 @@ class Lookups:
             account = self._accounts.get(job.id)
             if account is not None and job.width is None and index not in drafts.parents:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
-                if gain < self.rival:
+                if gain < self.rivals.get(job.id, 0.0):
                     counts[index] = 0
                 account.gain += FOLLOW * (gain - account.gain)
                 self._gain += SLOWLY * (gain - self._gain)
