@@ -324,10 +324,12 @@ def test_what_guesses_missed_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -
     guesses, matrix = torch.randn(8, 5, requires_grad=True), torch.randn(11, 5)
     states = torch.randn(8, 5)
     wanted = (states @ matrix.t()).softmax(-1)
-    missed = distance.missed_by(guesses, distance.pull_of(states, matrix), matrix)
+    weights = torch.rand(8)
+    missed, guessed = distance.missed_by(guesses, distance.pull_of(states, matrix), matrix, weights)
     (gradient,) = torch.autograd.grad(0.5 * missed, guesses)
-    plain = torch.nn.functional.cross_entropy(guesses @ matrix.t(), wanted, reduction="sum")
+    plain = (weights * torch.nn.functional.cross_entropy(guesses @ matrix.t(), wanted, reduction="none")).sum()
     assert torch.allclose(missed, plain)
+    assert guessed.tolist() == (guesses @ matrix.t()).argmax(-1).tolist()
     assert torch.allclose(gradient, torch.autograd.grad(0.5 * plain, guesses)[0], atol=1e-6)
 
 

@@ -42,6 +42,7 @@ def eagle(
     length: Annotated[int, typer.Option(help="Tokens of a text at most, its prompt counted in.")] = 640,
     steps: Annotated[int, typer.Option(help="Tokens it guesses on in training.")] = 5,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens it chooses among, the most frequent; all.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A head of this model to begin with, a folder.")] = None,
     rate: Annotated[float, typer.Option(help="Of learning.")] = 5e-3,
     held_out: Annotated[int, typer.Option(help="Prompts kept for evaluation.")] = 64,
     seed: Annotated[int, typer.Option(help="The same seed gives the same head.")] = 0,
@@ -68,6 +69,7 @@ def eagle(
         updates=updates,
         tokens=tokens,
         length=length,
+        start=None if start is None else str(start),
         rate=rate,
         seed=seed,
     )

@@ -7,7 +7,7 @@ tokens, which take more memory than all else, are never kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,36 @@ def pull_of(states: Tensor, matrix: Tensor) -> Tensor:
     return torch.cat([torch.mm(part.to(matrix.dtype), matrix) for part in parts])
 
 
-def missed_by(guesses: Tensor, wanted: Tensor, matrix: Tensor) -> Tensor:
-    """The sum of the cross entropies between guesses and the distributions that `wanted` is the pull of. [n, width]"""
-    missed: Tensor = _Missed.apply(guesses, wanted, matrix)  # type: ignore[no-untyped-call]
-    return missed
+class Missed(NamedTuple):
+    """What guesses missed, all in all, and each one's likeliest token (of the matrix's)."""
+
+    total: Tensor
+    guessed: Tensor  # [n]
+
+
+def missed_by(guesses: Tensor, wanted: Tensor, matrix: Tensor, weights: Tensor) -> Missed:
+    """Cross entropies between guesses and the distributions that `wanted` is the pull of. [n, width], weights [n]"""
+    return Missed(*_Missed.apply(guesses, wanted, matrix, weights))  # type: ignore[no-untyped-call]
 
 
 class _Missed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, guesses: Tensor, wanted: Tensor, matrix: Tensor) -> Tensor:
-        nearer, total = torch.empty_like(guesses), -(guesses.float() * wanted.float()).sum()
-        for part, out in zip(*(torch.split(one, at_once(len(matrix))) for one in (guesses, nearer)), strict=True):
+    def forward(ctx: Any, guesses: Tensor, wanted: Tensor, matrix: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        nearer, missed = torch.empty_like(guesses), -(guesses.float() * wanted.float()).sum(-1)
+        guessed = torch.empty(len(guesses), dtype=torch.int64, device=guesses.device)
+        for part, out, more, best in zip(
+            *(torch.split(one, at_once(len(matrix))) for one in (guesses, nearer, missed, guessed)), strict=True
+        ):
             rows = functional.linear(part.to(matrix.dtype), matrix)
-            likely, best = rows.softmax(-1), rows.max(-1)
-            total += (best.values.float() - likely.gather(1, best.indices[:, None])[:, 0].float().log()).sum()
+            likely, most = rows.softmax(-1), rows.max(-1)
+            more += most.values.float() - likely.gather(1, most.indices[:, None])[:, 0].float().log()
             out.copy_(torch.mm(likely, matrix))
-        ctx.save_for_backward(nearer - wanted.to(nearer.dtype))
-        return total
+            best.copy_(most.indices)
+        ctx.save_for_backward((nearer - wanted.to(nearer.dtype)) * weights[:, None].to(nearer.dtype))
+        ctx.mark_non_differentiable(guessed)
+        return (missed * weights).sum(), guessed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         (nearer,) = ctx.saved_tensors
-        return nearer * grad, None, None
+        return nearer * grad, None, None, None

@@ -27,7 +27,7 @@ from outrider.models.head_spec import EagleSpec
 from outrider.train.batches import plan
 from outrider.train.distance import at_once, missed_by, pull_of
 from outrider.train.features import Batch, Features
-from outrider.train.headfile import head_spec, write_head
+from outrider.train.headfile import begin_with, head_spec, write_head
 from outrider.train.net import EagleNet, Past
 from outrider.train.optimizer import Optimizer
 from outrider.train.settings import TrainSettings
@@ -36,6 +36,7 @@ from outrider.train.texts import Texts
 CHECKPOINT = "checkpoint.pt"
 FLOOR = 0.02  # of the highest rate: the last updates learn so fast
 REPORTED = 20  # updates that a report is about
+STRAYED = 0.1  # what a guess counts behind one that was wrong: when the head drafts, nobody looks at it
 HELD_BATCHES = 16  # of texts that were held out, at a checkpoint
 
 
@@ -86,6 +87,8 @@ class EagleTrainer:
         self.optimizer = Optimizer(self.net)
         self.update = 0
         self.made_for = {"name": target.info.name, "fingerprint": getattr(target, "fingerprint", None)}
+        if settings.start is not None:
+            begin_with(self.net, Path(settings.start), self.made_for["fingerprint"])
         if (folder / CHECKPOINT).exists():
             self._resume(folder / CHECKPOINT)
 
@@ -125,15 +128,19 @@ class EagleTrainer:
             final = batch.states[..., -width:].flatten(0, 1)[rows.places]
             with torch.autocast(self.device.type, enabled=False):
                 wanted = pull_of(final.to(self._dtype), self._matrix)
+            said = self._own[batch.tokens.flatten()[rows.places + 1]]
+            right = self._begun(rows, batch)  # entries all of whose guesses were what the text says
             past, total, weight = Past([], []), torch.zeros((), device=self.device), 0.0
             for step, count in enumerate(rows.reach):
                 hidden = self.net(embedded[:, 1 + step : 1 + step + length], hidden, step, past)
                 outputs.append(hidden.flatten(0, 1))
-                guesses = self.net.normed(outputs[-1][rows.entries[:count] - step])
+                entries = rows.entries[:count] - step
+                guesses, weights = self.net.normed(outputs[-1][entries]), right[entries].clamp(min=STRAYED)
                 with torch.autocast(self.device.type, enabled=False):
-                    missed = missed_by(guesses, wanted[:count], self._matrix) / max(1, count)
+                    missed, guessed = missed_by(guesses, wanted[:count], self._matrix, weights)
+                right = torch.zeros_like(right).index_copy_(0, entries, right[entries] * (guessed == said[:count]))
                 share = settings.decay**step
-                total, weight = total + share * missed, weight + share
+                total, weight = total + share * missed / max(1, count), weight + share
         return total / weight, [output.detach() for output in outputs]
 
     def kept(self, batch: Batch, outputs: Sequence[Tensor]) -> list[float]:
@@ -143,9 +150,7 @@ class EagleTrainer:
         with torch.no_grad():
             final = batch.states[..., -width:].flatten(0, 1)[rows.places]
             said = self._own[_likeliest(final, self.features.target.unembed, size)]
-            begun = torch.zeros(len(outputs[0]), dtype=torch.bool, device=self.device)  # entries that are looked at
-            begun[rows.entries[: rows.reach[0]]] = True
-            right = begun
+            right = begun = self._begun(rows, batch) > 0
             with self._precision():
                 for step, count in enumerate(rows.reach):
                     entries = rows.entries[:count] - step
@@ -154,6 +159,12 @@ class EagleTrainer:
                     right[entries] = before[entries] & (guessed == said[:count])
                     kept.append(float(right.sum() / begun[entries].sum().clamp(min=1)))
         return kept
+
+    def _begun(self, rows: Rows, batch: Batch) -> Tensor:
+        """1 for entries that guess what the target said from their first step on. [B * T]"""
+        size, count = batch.tokens.shape[1] - 1 - self.settings.steps, len(batch.tokens)
+        begun = torch.zeros(count * size, device=self.device)
+        return begun.index_fill_(0, rows.entries[: rows.reach[0]], 1.0)
 
     def held(self) -> list[float] | None:
         """`kept` of the texts that are not trained on."""

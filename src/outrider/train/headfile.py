@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from outrider.errors import ConfigError
 from outrider.models.base import Rope, TransformerSpec
-from outrider.train.net import EagleNet, exported
+from outrider.models.heads import open_head
+from outrider.train.net import NAMES, EagleNet, exported
 from outrider.train.settings import write_whole
 
 LAYERS = 1
@@ -96,6 +98,19 @@ def write_head(
     save_file(tensors, beside)
     beside.replace(folder / "model.safetensors")
     _write_config(folder, config)
+
+
+def begin_with(net: EagleNet, folder: Path, fingerprint: str | None) -> None:
+    """The weights of a head that was trained before, for the same target; the tokens it chooses among may be others."""
+    file = open_head(folder)
+    if file.made_for != fingerprint:
+        raise ConfigError(f"{folder} was made for another model or other weights of it; begin with none", param="start")
+    tensors = load_file(folder / "model.safetensors")
+    state = net.state_dict()
+    for ours, theirs in NAMES.items():
+        if theirs not in tensors or tensors[theirs].shape != state[ours].shape:
+            raise ConfigError(f"{folder} is another kind of head than what is trained here ({theirs})", param="start")
+        state[ours].copy_(tensors[theirs])
 
 
 def note_kept(folder: Path, kept: Sequence[float]) -> None:
