@@ -9,7 +9,7 @@ import array_api_compat.torch as xp
 import pytest
 import torch
 
-from outrider.backends.cuda import sampling
+from outrider.backends.cuda import head_chain, sampling
 from outrider.backends.cuda.choosing import Chosen
 from outrider.sampling.noise import Noise
 from outrider.sampling.tree import TreeLayout, match_tree, reject_tree
@@ -73,5 +73,6 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling on the device by these, and rows as a GPU hands them over."""
     for twin in (choose, spread, rule):
         monkeypatch.setattr(sampling, twin.__name__, twin)
+    monkeypatch.setattr(head_chain, "choose", choose)
     monkeypatch.setattr("outrider.backends.cuda.passes.array_of", lambda tensor: tensor)
     monkeypatch.setattr("outrider.backends.eagle_head.array_of", lambda tensor: tensor)

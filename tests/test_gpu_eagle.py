@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ def path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(
-    path: Path, head: Path, *, rolls: bool, known: bool = False, **settings: Any
+    path: Path, head: Path, *, rolls: bool, known: bool = False, max_tokens: int = 12, **settings: Any
 ) -> tuple[dict[tuple[int, ...], Any], Any]:
     """What was drafted behind which tokens, and the answers. known: the target has read the prompts before, without
     the head."""
@@ -58,12 +59,21 @@ def recorded(
         drafts._proposals = None  # nobody has looked
         return drafts
 
+    take, taken = drafter._take_queued, list[bool]()
+
+    def watched_take(*arguments: Any) -> bool:
+        taken.append(take(*arguments))
+        return taken[-1]
+
+    drafter._take_queued = watched_take  # type: ignore[method-assign]
     drafter.propose = watched  # type: ignore[method-assign]
     engine = Engine(target, [drafter])
     if known:
         engine.generate(PROMPTS, max_tokens=2, width=0)
-    answers = engine.generate(PROMPTS, max_tokens=12, **settings)
+    answers = engine.generate(PROMPTS, max_tokens=max_tokens, **settings)
     assert any(gaps) == known
+    is_chain = not settings.get("tree") and rolls
+    assert any(taken) == is_chain, "the device had gone on by itself"
     return seen, [answer.token_ids for answer in answers]
 
 
@@ -78,6 +88,22 @@ def test_guesses_are_those_of_a_head_that_is_looked_at(layout: str, model: Any, 
     ):
         ours, theirs = (recorded(path, tmp_path, rolls=rolls, **settings) for rolls in (True, False))
         assert ours == theirs and len(ours[0]) > 5
+
+
+@pytest.mark.usefixtures("by_twins")
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.5, "seed": 4, "accept": "coupled"}])
+def test_guesses_behind_verdicts_that_keep_some(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Some drafts stay and some do not, past ends of pages and of answers."""
+    model = tiny.tiny("llama", num_hidden_layers=7)
+    with torch.no_grad():  # it says little but three tokens, which the head, that has no output of its own, says too
+        model.lm_head.weight[[3, 40, 77]] *= 4.0
+    path, head = tiny.save_folder(model, tmp_path / "target"), tmp_path / "head"
+    save_head(head, "eagle", model)
+    settings = {"width": 4, "max_tokens": 60, **settings}
+    ours, theirs = (recorded(path, head, rolls=rolls, **settings) for rolls in (True, False))
+    assert ours == theirs
+    kept = np.diff([len(tokens) for tokens in ours[0] if tokens[:3] == (7, 7, 3)]) - 1
+    assert {0, 1, 2} <= set(kept.tolist())
 
 
 @pytest.mark.usefixtures("by_twins")

@@ -426,8 +426,9 @@ class Drafts:
     `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
     check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
     long they took is measured there, too (`watch`). Who judges them may call `follow` with how many of each chain
-    stay and what comes next, both on the device: the draft goes on from there before the host has looked, and `follow`
-    returns what it drew, a row for each job. Drafts that are taken from that name it as their `source`.
+    stay, what comes next, and the target's hidden states, all on the device: the draft goes on from there before the
+    host has looked, and `follow` returns what it drew, a row for each job. Drafts that are taken from that name it as
+    their `source`.
     """
 
     counts: list[int]
@@ -442,7 +443,7 @@ class Drafts:
     drawn_from: int = 0
     is_deferred: bool = False
     watch: Watch | None = None
-    follow: Callable[[Array, Array], Array | None] | None = None
+    follow: Callable[[Array, Array, Mapping[int, Array]], Array | None] | None = None
     may_be_queued: bool = False  # rounds like this can be, and take less then
     source: Array | None = None  # [jobs, steps]
     _proposals: list[list[int]] | None = None

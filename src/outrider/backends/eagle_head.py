@@ -214,9 +214,9 @@ class EagleHead(Edges):
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.layer.norm_eps)
-        return (normed * weight).to(x.dtype)
+        if weight.ndim == 1:
+            return functional.rms_norm(x, weight.shape, weight, self.spec.layer.norm_eps)
+        return (functional.rms_norm(x.float(), x.shape[-1:], None, self.spec.layer.norm_eps) * weight).to(x.dtype)
 
     def _build_store(self) -> PageEdges:
         layer, pages = self.spec.layer, self.pages

@@ -44,8 +44,30 @@ class Entries:
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Judged:
+    """Chains of `count` drafts each that were judged, and what the device knows of it. B slots, as many rows of hidden
+    states as tokens were fed: the last one that the host knows, and the drafts."""
+
+    slots: list[Slot]
+    firsts: list[int]
+    starts: list[int]  # of the first entry that is to be read
+    count: int
+    drafted: Array  # [B * count]
+    accepted: Array  # [B]
+    following: Array  # [B]
+    states: Mapping[int, Array]  # [B * (count + 1), width] each
+
+
 class Roller(Protocol):
-    """Lets a head guess on by itself. One on a GPU can `grow` trees, too (`backends.cuda.eagle`)."""
+    """Lets a head guess on by itself. One on a GPU can `grow` trees, too, and go on behind a verdict that the host does
+    not know yet (`backends.cuda.eagle`):
+
+        roll_on(judged, steps, drawing)
+
+    reads the entries of all that stays and draws `steps` tokens for each slot. Nobody's length changes. Returns fused
+    hidden states of the rows, which are good until the next such call, or None where it cannot.
+    """
 
     def roll(self, entries: Entries, steps: int, drawing: Drawing) -> bool:
         """Read entries, whose last outputs are drawn from; then guess on until `steps` tokens are drawn for each slot.

@@ -12,22 +12,25 @@ had never been. So a round reads what was kept and one more, never the history.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from outrider.backends.base import Backend, HeadHost
-from outrider.backends.head_base import Entries, Head
+from outrider.backends.head_base import Entries, Head, Judged
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
 from outrider.draft.ranked import best_nodes, grow_heads
 from outrider.draft.rolling import fill
 from outrider.errors import ConfigError, MissingPackageError
+from outrider.kv.pages import Page
 from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import HeadFile, open_head
 from outrider.sampling.branch import OwnRows
+from outrider.sampling.ops import Drawing
 from outrider.sampling.warp import changes_logits
 from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
 
@@ -64,6 +67,20 @@ class Seat:
         return self.read + self.num_pending
 
 
+@dataclass(slots=True)
+class Queue:
+    """What the device drafts while the host finds out how the round before ended. Of the entries that stay it has read
+    all, then."""
+
+    slots: list[Slot]
+    lengths: dict[int, int]  # of jobs' tokens, by id: those it goes on behind
+    pages: list[list[Page]]
+    steps: int
+    drawing: Drawing
+    fused: Array  # hidden states of the rows that were judged
+    is_known: bool = False  # to the host, how the round ended
+
+
 class EagleDrafter:
     """Trees are ranked as in EAGLE-2 (`draft.ranked`); chains are drawn like those of a draft model."""
 
@@ -77,6 +94,7 @@ class EagleDrafter:
         self.seats: dict[int, Seat] = {}
         self._roller = head.roller()
         self._told: set[int] = set()  # jobs whose gap was reported
+        self._queue: Queue | None = None
 
     @classmethod
     def load(cls, path: Path | str, target: Backend) -> EagleDrafter:
@@ -98,6 +116,8 @@ class EagleDrafter:
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]
+        if self._take_queued(jobs, rooms, trees, drafts):
+            return drafts
         feeds = [self._feed(job, room, tree, drafts) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
         rooms = [min(room, feed) for room, feed in zip(rooms, feeds, strict=True)]
         self._take_in([job for job, room in zip(jobs, rooms, strict=True) if room])
@@ -124,8 +144,64 @@ class EagleDrafter:
             return False
         for seat, count in zip(seats, counts, strict=True):
             self._has_read(seat, count)
-        fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
+        self._fill(jobs, rooms, steps, drawing, drafts)
         return True
+
+    def _fill(self, jobs: Sequence[Job], rooms: Sequence[int], steps: int, drawing: Drawing, drafts: Drafts) -> None:
+        """What was drawn as drafts, behind whose verdict the device may go on."""
+        fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
+        if hasattr(self._roller, "roll_on") and len(set(rooms)) == 1 and drafts.probs is None:
+            drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
+
+    def _follow(
+        self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array, states: Mapping[int, Array]
+    ) -> Array | None:
+        """The verdict is known to the device: it reads what stays, and drafts what will most likely be wanted next."""
+        self._drop_queue()
+        seats, count = [self.seats[job.id] for job in jobs], drafts.counts[0]
+        is_read = all(seat.read == len(job.tokens) - 1 for job, seat in zip(jobs, seats, strict=True))
+        num_rows = states[self.hidden[0]].shape[0]  # of a pass that reads prompts, too, there are more
+        if not is_read or set(drafts.counts) != {count} or num_rows != len(jobs) * (count + 1):
+            return None
+        drawing = self.head.target.ops.drawing(jobs, count, accepted + 1)
+        if drawing is None:
+            return None
+        slots, firsts, starts = ([getattr(seat, name) for seat in seats] for name in ("slot", "first", "read"))
+        judged = Judged(slots, firsts, starts, count, drafts.tokens, accepted, following, states)
+        fused = cast(Any, self._roller).roll_on(judged, count, drawing)
+        if fused is None:
+            return None
+        pages = [list(self.head.pages.leases[slot].pages) for slot in slots]
+        self._queue = Queue(slots, {job.id: len(job.tokens) for job in jobs}, pages, count, drawing, fused)
+        return drawing.drawn
+
+    def _take_queued(self, jobs: Sequence[Job], rooms: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> bool:
+        """Whether what was drafted before the host had looked is what is wanted now, by all."""
+        queue = self._drop_queue()
+        active = [(job, tree) for job, room, tree in zip(jobs, rooms, trees, strict=True) if room]
+        if queue is None or not queue.is_known or max(rooms) > queue.steps or any(tree for _, tree in active):
+            return False
+        if {job.id: len(job.tokens) for job, _ in active} != queue.lengths:
+            return False
+        leases, size = self.head.pages.leases, self.head.pages.page_size
+        for (job, _), slot, pages in zip(active, queue.slots, queue.pages, strict=True):
+            used = -(-len(job.tokens) // size)
+            if job.slot != slot or leases[slot].pages[:used] != pages[:used]:
+                return False
+        for job, _ in active:
+            seat = self.seats[job.id]
+            seat.read, seat.waiting, seat.num_waiting = seat.read + 1, [], 0
+            self._report(seat)
+        self._fill(jobs, rooms, queue.steps, queue.drawing, drafts)
+        return True
+
+    def _drop_queue(self) -> Queue | None:
+        """It is over, one way or the other: nothing is written any more that others need to know of."""
+        queue, self._queue = self._queue, None
+        for slot in [] if queue is None else queue.slots:
+            if slot in self.head.pages.leases:
+                self.head.pages.leases[slot].written = 0
+        return queue
 
     def _grow(
         self, jobs: Sequence[Job], rooms: Sequence[int], feeds: Sequence[int], trees: Sequence[bool], drafts: Drafts
@@ -159,9 +235,13 @@ class EagleDrafter:
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         ready: list[Job] = []
+        if self._queue is not None and self._queue.is_known:
+            self._drop_queue()  # nobody has asked for it
         for kept in kept_rows(plan, scores, verdicts):
             job = kept.job
-            if self.name not in job.drafters or len(job.tokens) > self.head.context or not self._sit(kept):
+            if self.name not in job.drafters or len(job.tokens) > self.head.context:
+                continue
+            if self._was_read(kept, scores) or not self._sit(kept):
                 continue
             seat = self.seats[job.id]
             seat.waiting.append(self.head.pick(scores.hidden, kept.rows))
@@ -169,7 +249,24 @@ class EagleDrafter:
             # Where drafts were asked for in this round, they most likely will be in the next.
             if self.name in job.wanted or job.width is not None or seat.is_full:
                 ready.append(job)
+        if self._queue is not None:
+            self._queue.is_known = True
         return self._take_in(ready) if ready else 0
+
+    def _was_read(self, kept: Kept, scores: Scores) -> bool:
+        """Whether the device has read this already. The last entry counts as waiting until what was drawn behind it is
+        taken: if something else is wanted, that begins with its row."""
+        queue, job = self._queue, kept.job
+        seat = self._seat(job)
+        if queue is None or seat is None or seat.num_pending or queue.lengths.get(job.id) != kept.start + 1:
+            return False
+        first, count = kept.rows[0], len(kept.rows)
+        self.head.keep_edges(seat.slot, kept.start, queue.fused[first : first + count])
+        seat.read += count - 1
+        seat.waiting, seat.num_waiting = [self.head.pick(scores.hidden, kept.rows[-1:])], 1
+        self._report(seat)
+        queue.lengths[job.id] = len(job.tokens)
+        return True
 
     def _take_in(self, jobs: Sequence[Job]) -> int:
         """What waits is pending from here on, and all but the last of many is read. Returns the passes of that."""

@@ -18,8 +18,14 @@ class Part(NamedTuple):
 
 def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
     """The parts as one, job after job; jobs that are in none of them have no drafts."""
-    if len(parts) == 1 and list(parts[0].members) == list(range(num_jobs)):
-        return parts[0].drafts
+    useful = [part for part in parts if any(part.drafts.counts) or part.drafts.faults]
+    if len(useful) <= 1 and parts and list((useful or parts)[0].members) == list(range(num_jobs)):
+        whole = (useful or parts)[0].drafts  # as it is: who drafted it may go on with it
+        for part in parts:
+            if part.drafts is not whole:
+                whole.steps += part.drafts.steps
+                whole.fallbacks += part.drafts.fallbacks
+        return whole
     whole = Drafts([0] * num_jobs, ops.integers([]), makers=[""] * num_jobs)
     owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
     for members, drafts in parts:

@@ -152,7 +152,9 @@ class ModelDrafter:
         if len(steps) == len(jobs) and is_small:
             drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
 
-    def _follow(self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array) -> Array | None:
+    def _follow(
+        self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array, _: Mapping[int, Array]
+    ) -> Array | None:
         """The verdict is known to the device: it drafts what will most likely be wanted next."""
         steps, seats = max(drafts.counts), [self.seats[job.id] for job in jobs]
         chains = Chains(

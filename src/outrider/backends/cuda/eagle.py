@@ -1,8 +1,5 @@
-"""An EAGLE head on a GPU: chains of guesses without a look of the host in between, each step a recorded graph.
-
-The head's layers are torch's (`eagle_head`), but for rope and attention, which go by the pass's integers. An entry lies
-one place further than the number of its sequence says, so the first place of a sequence is nobody's, and is skipped.
-"""
+"""An EAGLE head on a GPU: chains and trees of guesses without a look of the host in between. Where it is known how the
+last round ended, each step is a graph; behind a verdict that only the device knows, all of it is one (`head_chain`)."""
 
 from __future__ import annotations
 
@@ -15,9 +12,12 @@ import numpy as np
 import torch
 
 from outrider.backends.cuda.forward import Constants
+from outrider.backends.cuda.head_chain import ChainShape, HeadChain
+from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
     WORK_ROWS,
+    Rows,
     Shape,
     arrange,
     graph_rows,
@@ -25,42 +25,14 @@ from outrider.backends.cuda.layout import (
     most_splits,
     tile_for,
 )
-from outrider.backends.cuda.program import Model, Program, Work, build_work
+from outrider.backends.cuda.program import Model, Work, build_work
 from outrider.backends.eagle_head import EagleHead
-from outrider.backends.head_base import Entries
+from outrider.backends.head_base import Entries, Judged
 from outrider.backends.torch_common import on, sent
 from outrider.sampling.ops import Drawing
+from outrider.types import Array, Slot
 
-
-class HeadProgram(Program):
-    """A pass of the head over arrays of fixed sizes. `given` goes in beside the tokens: hidden states."""
-
-    def __init__(self, head: EagleHead, model: Model, shape: Shape, room: int, work: Work) -> None:
-        super().__init__(model, shape, room, (), work)
-        self._head = head
-        self.given = self.buffers.x.new_zeros(shape.rows, head.spec.layer.width)
-        self.rows = self.given  # logits over the target's tokens, once it ran
-
-    def _compute(self) -> None:
-        head, layout, buffers, constants = self._head, self.layout, self.buffers, self.model.constants
-        turns = self._turns(layout["positions"])
-        x, seen = head.enter(head.embed(layout["tokens"]), self.given)
-        for number, layer in enumerate(head.layers):
-            if number:
-                seen = head.norm(x, layer.attn_norm)
-            head.look(layer, seen, buffers.qkv)
-            norm = None if layer.head_norm is None else layer.head_norm * constants.heads[2] ** 0.5
-            self.model.kernels.turn_and_store(
-                buffers.qkv, self.model.held[number], turns, layout["places"], constants.heads,
-                head_norm=norm, floor=constants.head_floor,
-            )  # fmt: skip
-            self.model.kernels.attend(
-                buffers.qkv, self.model.held[number], buffers.seen, layout, constants.heads,
-                page_size=constants.page_size, window=None, scratch=buffers.scratch, skip=1,
-            )  # fmt: skip
-            x = head.gate(layer, x + torch.mm(buffers.seen, layer.attention_out))
-        self.rows = head.rows(x)
-        self.given.copy_(head.again(x))  # what a next step goes in with
+SPARE = 64  # places behind the context that guesses may come to
 
 
 class Grown(NamedTuple):
@@ -79,6 +51,13 @@ class Tips(NamedTuple):
     confidences: torch.Tensor
     hidden: torch.Tensor  # [B, per, width] what they go in with
     bits: torch.Tensor  # nodes that were fed and that they follow
+
+
+class _Arranged(NamedTuple):
+    """A pass as it will be staged."""
+
+    rows: Rows
+    shape: Shape
 
 
 class _Children(NamedTuple):
@@ -122,7 +101,10 @@ class HeadRoller:
             stream=target.stream,
         )
         self._programs: dict[Shape, HeadProgram] = {}
+        self._chains: dict[ChainShape, HeadChain] = {}
         self._work: dict[int, Work] = {}  # by rows: programs run one after another
+        angles = torch.arange(head.context + SPARE, device=self._device)[:, None] * self._model.frequencies
+        self._turns = torch.stack([angles.cos(), angles.sin()], dim=-1) * layer.rope.scale
         self._ones = torch.ones(GRAPH_ROWS[-1], dtype=torch.int32, device=self._device)
 
     def roll(self, entries: Entries, steps: int, drawing: Drawing) -> bool:
@@ -152,6 +134,44 @@ class HeadRoller:
                 program.run_on(drawing.step(program.rows[:count]), self._ones[:count])
             drawing.step(program.rows[:count])
         return True
+
+    def roll_on(self, judged: Judged, steps: int, drawing: Drawing) -> Array | None:
+        """`head_base.Roller.roll_on`. One graph; rounds that keep rows beside tokens are for others."""
+        asked = getattr(drawing, "plainly", None)
+        jobs, count, pages = len(judged.slots), judged.count, self._head.pages
+        rows = jobs * (count + 1)
+        if asked is None or rows > GRAPH_ROWS[-1] or any(first % pages.page_size for first in judged.firsts):
+            return None
+        ends = [start + count + 2 + steps for start in judged.starts]  # if all drafts stay
+        if max(ends) > self._head.context or not all(map(pages.make_room, judged.slots, ends)):
+            return None
+        with torch.inference_mode(), on(self._device):
+            chain = self._chain(judged, ChainShape(jobs, count, steps))
+            drawn = chain.run(
+                [torch.as_tensor(judged.states[layer]) for layer in self._head.hidden],
+                torch.as_tensor(judged.drafted),
+                torch.as_tensor(judged.accepted),
+                torch.as_tensor(judged.following),
+                asked,
+                graphs=self._has_graphs,
+            )
+        for slot, end in zip(judged.slots, ends, strict=True):
+            pages.leases[slot].written = max(end, pages.leases[slot].written)
+        drawing.take(drawn)  # type: ignore[attr-defined]
+        return chain.fused
+
+    def _chain(self, judged: Judged, shape: ChainShape) -> HeadChain:
+        """Staged: the pass that reads what stays, and the one that every step is."""
+        counts, once, starts = [shape.judged + 1] * shape.jobs, [1] * shape.jobs, [one + 1 for one in judged.starts]
+        read = self._arrange(judged.slots, judged.firsts, judged.starts, counts, 0)
+        step = self._arrange(judged.slots, judged.firsts, starts, once, shape.judged + shape.steps - 2)
+        chain = self._chains.get(shape)
+        if chain is None or chain.read.room < len(read.rows.table) or chain.step.room < len(step.rows.table):
+            chain = HeadChain(self._head, self._build(read), self._build(step), shape)
+            self._chains[shape] = chain
+        chain.read.stage(read.rows)
+        chain.step.stage(step.rows)
+        return chain
 
     def grow(self, entries: Entries, levels: int, per: int, warps: Sequence[tuple[float, float]]) -> Grown | None:
         """Read entries and grow a tree behind each: level by level the `per` likeliest children of `per` tips, of which
@@ -251,15 +271,28 @@ class HeadRoller:
         parents: Sequence[int] | None = None,
     ) -> HeadProgram:
         """A pass behind entries. parents: of the trees that all of them are, if they are."""
-        layer, pages, slots = self._model.spec, self._head.pages, entries.slots
+        staged = self._arrange(entries.slots, entries.firsts, starts, counts, ahead, parents)
+        program = self._programs.get(staged.shape)
+        if program is None or program.room < len(staged.rows.table):
+            program = self._programs[staged.shape] = self._build(staged)
+        program.stage(staged.rows)
+        return program
+
+    def _arrange(
+        self,
+        slots: Sequence[Slot],
+        firsts: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        ahead: int,
+        parents: Sequence[int] | None = None,
+    ) -> _Arranged:
+        layer, pages = self._model.spec, self._head.pages
         tile = tile_for(max(counts), self._share)
         rows = arrange(
-            [start - first + 1 for start, first in zip(starts, entries.firsts, strict=True)],
+            [start - first + 1 for start, first in zip(starts, firsts, strict=True)],
             counts,
-            [
-                pages.leases[slot].pages[first // pages.page_size :]
-                for slot, first in zip(slots, entries.firsts, strict=True)
-            ],
+            [pages.leases[slot].pages[first // pages.page_size :] for slot, first in zip(slots, firsts, strict=True)],
             pages.page_size,
             {} if parents is None else dict.fromkeys(range(len(slots)), parents),
             tile=tile,
@@ -267,15 +300,13 @@ class HeadRoller:
             by_path=False,
             ahead=ahead,
         )
-        shape = Shape(graph_rows(sum(counts)), group_room(rows.num_groups), tile, rows.tree)
-        program = self._programs.get(shape)
-        if program is None or program.room < len(rows.table):
-            longest = min(-(-self._head.context // pages.page_size) + 1, pages.num_pages)
-            room = max(len(rows.table), shape.rows * longest)
-            most = next(size for size in WORK_ROWS if size >= shape.rows)
-            if most not in self._work:  # without logits: each program has its own
-                self._work[most] = build_work(layer, most, self._like, num_wanted=0)
-            work = self._work[most]
-            program = self._programs[shape] = HeadProgram(self._head, self._model, shape, room, work)
-        program.stage(rows)
-        return program
+        return _Arranged(rows, Shape(graph_rows(sum(counts)), group_room(rows.num_groups), tile, rows.tree))
+
+    def _build(self, arranged: _Arranged) -> HeadProgram:
+        (rows, shape), pages = arranged, self._head.pages
+        longest = min(-(-self._head.context // pages.page_size) + 1, pages.num_pages)
+        room = max(len(rows.table), shape.rows * longest)
+        most = next(size for size in WORK_ROWS if size >= shape.rows)
+        if most not in self._work:  # without logits: each program has its own
+            self._work[most] = build_work(self._model.spec, most, self._like, num_wanted=0)
+        return HeadProgram(self._head, self._model, shape, room, self._work[most], self._turns)

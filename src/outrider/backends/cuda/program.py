@@ -8,7 +8,7 @@ the cache that belongs to nobody.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,11 +126,7 @@ class Program:
         on_device = isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu"
         if not on_device:
             self._host[: len(tokens)] = tokens
-        self.work.holder = self
-        there, here = self._upload
-        there.copy_(here, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self.upload()
         if on_device:
             self.layout["tokens"][: len(tokens)].copy_(tokens)
         if later is not None:
@@ -142,18 +138,29 @@ class Program:
         else:
             self.run_on(tokens, by)
 
+    def upload(self) -> None:
+        """What was staged is on its way to the device."""
+        self.work.holder = self
+        there, here = self._upload
+        there.copy_(here, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
     def run_on(self, tokens: torch.Tensor, by: torch.Tensor) -> None:
         """The same once more, its chains so many places further on and with these tokens, which the device knows."""
-        constants = self.model.constants
         self.work.holder = self
-        self.model.kernels.advance(
-            self.layout, tokens, by, page_size=constants.page_size, max_splits=self.layout.num_splits
-        )
+        self.move(tokens, by)
         self._go()
+
+    def move(self, tokens: torch.Tensor, by: torch.Tensor) -> None:
+        """The chains are so many places further on, and are fed these tokens next."""
+        self.model.kernels.advance(
+            self.layout, tokens, by, page_size=self.model.constants.page_size, max_splits=self.layout.num_splits
+        )
 
     def _go(self) -> None:
         if self._graph is None:
-            self._compute()
+            self.compute()
         else:
             self._graph.replay()
 
@@ -163,18 +170,10 @@ class Program:
 
     def record(self) -> None:
         """From the next run on it is a graph. Has run at least once, so that nothing is built while recording."""
-        graph = torch.cuda.CUDAGraph()
-        # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
-        # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
-        with (
-            _recording,
-            torch.cuda.graph(graph, self.model.pool, self.model.stream, capture_error_mode="thread_local"),
-        ):
-            self._compute()
-        self._graph = graph
-        novelty.note()
+        self._graph = recorded(self.model, self.compute)
 
-    def _compute(self) -> None:
+    def compute(self) -> None:
+        """The pass itself, kernel by kernel, over what was staged."""
         model, layout, buffers = self.model, self.layout, self.buffers
         weights, spec, x = model.weights, model.spec, buffers.x
         torch.index_select(weights.embedding, 0, layout["tokens"], out=x)
@@ -208,3 +207,14 @@ class Program:
         """The states of some rows, which the next run leaves alone: one copy for all layers."""
         some = self._held[:, rows].clone() if isinstance(rows, slice) else self._held[:, rows]
         return dict(zip(self.hidden, some, strict=True))
+
+
+def recorded(model: Model, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What it launches as a graph. It has run at least once, so that nothing is built while recording."""
+    graph = torch.cuda.CUDAGraph()
+    # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
+    # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
+    with _recording, torch.cuda.graph(graph, model.pool, model.stream, capture_error_mode="thread_local"):
+        compute()
+    novelty.note()
+    return graph

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,12 +143,12 @@ class DeviceSampling(SamplingOps):
         with on(self.device):
             verdicts, settings = None, self._settings_of(jobs, scores.counts)
             if settings.is_simple:
-                verdicts = self._judged(jobs, drafts, torch.as_tensor(scores.logits), {})
+                verdicts = self._judged(jobs, drafts, torch.as_tensor(scores.logits), scores.hidden, {})
             if verdicts is None:  # or a row cannot be used: the reference says why
                 self.follows = self.follows and not settings.is_simple  # else this is a second look
                 controls = self._controls_of(jobs, scores.counts)
                 shaped = shape(self.xp, scores.logits, controls, self._history(jobs, drafts, scores))
-                verdicts = self._judged(jobs, drafts, shaped.logits, shaped.faults, is_shaped=True)
+                verdicts = self._judged(jobs, drafts, shaped.logits, scores.hidden, shaped.faults, is_shaped=True)
             assert verdicts is not None, "shaped rows can always be used"
             return verdicts
 
@@ -157,6 +157,7 @@ class DeviceSampling(SamplingOps):
         jobs: Sequence[Job],
         drafts: Drafts,
         logits: torch.Tensor,
+        states: Mapping[int, Array],
         faults: dict[int, OutriderError],
         *,
         is_shaped: bool = False,
@@ -196,7 +197,9 @@ class DeviceSampling(SamplingOps):
             numbers, follow = out.flatten(), drafts.follow
             if drafts._proposals is None:
                 numbers = torch.cat([numbers, tokens.int()])
-            meanwhile = None if follow is None else partial(self._go_on, follow, out[:, 1], out[:, 0] - there[:, 0])
+            meanwhile = None
+            if follow is not None:
+                meanwhile = partial(self._go_on, follow, out[:, 0] - there[:, 0], out[:, 1], states)
             told = self._told(numbers, meanwhile, drafts.watch)
             found = told[: out.numel()].reshape(out.shape)
             ends, following, bad = found[:, 0], found[:, 1], found[:, 2] > 0
@@ -215,9 +218,11 @@ class DeviceSampling(SamplingOps):
         verdicts.is_late = self.queues and not self.follows and can_be
         return verdicts
 
-    def _go_on(self, follow: Callable[..., Any], following: torch.Tensor, accepted: torch.Tensor) -> None:
+    def _go_on(
+        self, follow: Callable[..., Any], accepted: torch.Tensor, following: torch.Tensor, states: Mapping[int, Array]
+    ) -> None:
         """The draft goes on behind the verdict, and the target behind the draft."""
-        drawn = follow(accepted, following)
+        drawn = follow(accepted, following, states)
         if drawn is not None and self.foresee is not None:
             self._followed = following
             self.foresee(Verdict(following, accepted, drawn))
@@ -305,6 +310,18 @@ class Drawing:
     @property
     def drawn(self) -> torch.Tensor:
         return self._tokens
+
+    @property
+    def plainly(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `choose` is to be asked, step by step, where nothing but tokens is wanted: somebody may draw them all
+        in a graph of their own and say so (`take`). None where rows are kept, too."""
+        return None if self._is_weighed else (self._asked, self._settings)
+
+    def take(self, tokens: torch.Tensor) -> None:
+        """All steps were drawn elsewhere. [B, steps]"""
+        self._tokens, self._step = tokens, len(self._asked)
+        if self.watch is not None:
+            self.watch.mark(1)
 
     def step(self, logits: Array) -> torch.Tensor:
         """The tokens to be fed next. [B, V] -> [B] int32"""
