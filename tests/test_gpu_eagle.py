@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.cuda.eagle import HeadRoller
+from outrider.backends.cuda.head_chain import HeadChain
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.draft.eagle import EagleDrafter
 from outrider.engine.engine import Engine
@@ -92,7 +93,9 @@ def test_guesses_are_those_of_a_head_that_is_looked_at(layout: str, model: Any, 
 
 @pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.5, "seed": 4, "accept": "coupled"}])
-def test_guesses_behind_verdicts_that_keep_some(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_guesses_behind_verdicts_that_keep_some(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some drafts stay and some do not, past ends of pages and of answers."""
     model = tiny.tiny("llama", num_hidden_layers=7)
     with torch.no_grad():  # it says little but three tokens, which the head, that has no output of its own, says too
@@ -100,8 +103,12 @@ def test_guesses_behind_verdicts_that_keep_some(settings: dict[str, Any], tmp_pa
     path, head = tiny.save_folder(model, tmp_path / "target"), tmp_path / "head"
     save_head(head, "eagle", model)
     settings = {"width": 4, "max_tokens": 60, **settings}
+    begun: list[None] = []
+    begin = HeadChain.begin
+    monkeypatch.setattr(HeadChain, "begin", lambda *arguments: begun.append(begin(*arguments)))
     ours, theirs = (recorded(path, head, rolls=rolls, **settings) for rolls in (True, False))
     assert ours == theirs
+    assert begun and len(begun) < 12, "places are written down now and then"
     kept = np.diff([len(tokens) for tokens in ours[0] if tokens[:3] == (7, 7, 3)]) - 1
     assert {0, 1, 2} <= set(kept.tolist())
 

@@ -33,6 +33,7 @@ from outrider.sampling.ops import Drawing
 from outrider.types import Array, Slot
 
 SPARE = 64  # places behind the context that guesses may come to
+AHEAD = 64  # tokens for which pages are taken ahead, where there are some
 
 
 class Grown(NamedTuple):
@@ -146,8 +147,9 @@ class HeadRoller:
         if max(ends) > self._head.context or not all(map(pages.make_room, judged.slots, ends)):
             return None
         with torch.inference_mode(), on(self._device):
-            chain = self._chain(judged, ChainShape(jobs, count, steps))
+            chain = self._chain(judged, ends, ChainShape(jobs, count, steps))
             drawn = chain.run(
+                judged.starts,
                 [torch.as_tensor(judged.states[layer]) for layer in self._head.hidden],
                 torch.as_tensor(judged.drafted),
                 torch.as_tensor(judged.accepted),
@@ -155,22 +157,31 @@ class HeadRoller:
                 asked,
                 graphs=self._has_graphs,
             )
-        for slot, end in zip(judged.slots, ends, strict=True):
-            pages.leases[slot].written = max(end, pages.leases[slot].written)
+        for slot in judged.slots:
+            pages.leases[slot].written = len(pages.leases[slot].pages) * pages.page_size
         drawing.take(drawn)  # type: ignore[attr-defined]
         return chain.fused
 
-    def _chain(self, judged: Judged, shape: ChainShape) -> HeadChain:
-        """Staged: the pass that reads what stays, and the one that every step is."""
+    def _chain(self, judged: Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
+        """For the pass that reads what stays, and the one that every step is. While sequences stay on their pages, they
+        are not written down again: some are taken ahead."""
+        pages, slots, firsts = self._head.pages, judged.slots, judged.firsts
+        chain, leases = self._chains.get(shape), [pages.leases[slot].pages for slot in slots]
+        if chain is not None and chain.goes_on(slots, firsts, leases, ends):
+            return chain
+        size = pages.page_size
+        for slot, end in zip(slots, ends, strict=True):  # no more than it was promised: others do not go short
+            pages.make_room(slot, min(end + min(AHEAD, pages.leases[slot].promised * size), self._head.context))
+        leases = [pages.leases[slot].pages for slot in slots]
+        ahead = min(len(ids) * size - end for ids, end in zip(leases, ends, strict=True))
         counts, once, starts = [shape.judged + 1] * shape.jobs, [1] * shape.jobs, [one + 1 for one in judged.starts]
-        read = self._arrange(judged.slots, judged.firsts, judged.starts, counts, 0)
-        step = self._arrange(judged.slots, judged.firsts, starts, once, shape.judged + shape.steps - 2)
-        chain = self._chains.get(shape)
+        read = self._arrange(slots, firsts, judged.starts, counts, ahead)
+        step = self._arrange(slots, firsts, starts, once, shape.judged + shape.steps - 2 + ahead)
         if chain is None or chain.read.room < len(read.rows.table) or chain.step.room < len(step.rows.table):
             chain = HeadChain(self._head, self._build(read), self._build(step), shape)
             self._chains[shape] = chain
-        chain.read.stage(read.rows)
-        chain.step.stage(step.rows)
+        noted = [ids[: (end + ahead) // size] for ids, end in zip(leases, ends, strict=True)]
+        chain.begin(slots, firsts, noted, read.rows, step.rows)
         return chain
 
     def grow(self, entries: Entries, levels: int, per: int, warps: Sequence[tuple[float, float]]) -> Grown | None:

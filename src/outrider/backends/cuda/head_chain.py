@@ -1,5 +1,6 @@
 """What a head drafts behind a verdict that only the device knows: one graph, from the hidden states of the pass that
-was judged to the last token drawn. The host writes down where sequences lie, and that is all it does.
+was judged to the last token drawn. Where sequences lie the host writes down now and then; from one round to the next it
+says how far they have come since, and the device moves its notes on.
 
     judged    t  d1 d2 d3      the target's rows, hidden states h0 .. h3; d1 stays, then comes f
     read      (h0,d1) (h1,f) (h2,f) (h3,f)    all of them: what lies behind the last true one is written over
@@ -11,12 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from outrider.backends.cuda.choosing import choose
 from outrider.backends.cuda.head_program import HeadProgram
+from outrider.backends.cuda.layout import Rows
 from outrider.backends.cuda.program import recorded
 from outrider.backends.eagle_head import EagleHead
+from outrider.backends.torch_common import sent
+from outrider.kv.pages import Page
+from outrider.types import Slot
+
+RECORDED = 3  # runs of a shape after which it is a graph: recording takes as long as dozens of rounds
 
 
 class ChainShape(NamedTuple):
@@ -25,6 +33,15 @@ class ChainShape(NamedTuple):
     jobs: int
     judged: int
     steps: int
+
+
+class _Places(NamedTuple):
+    """Where the sequences lie that it stands in, as they were written down, and where it began to read last."""
+
+    slots: list[Slot]
+    firsts: list[int]
+    pages: list[list[Page]]
+    starts: list[int]
 
 
 class HeadChain:
@@ -47,10 +64,36 @@ class HeadChain:
         self._ones = torch.ones(jobs, dtype=torch.int32, device=device)
         self._numbers = torch.arange(shape.judged + 1, device=device)
         self._firsts = torch.arange(0, rows, shape.judged + 1, device=device)
+        self._moved, self._back = integers(jobs), integers(jobs)  # since the last run; of the steps in it
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None  # what was asked last
+        self._places = _Places([], [], [], [])
+        self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def goes_on(
+        self, slots: Sequence[Slot], firsts: Sequence[int], pages: Sequence[Sequence[Page]], ends: Sequence[int]
+    ) -> bool:
+        """Whether it stands in these sequences already, on these pages, up to `ends`."""
+        places, size = self._places, self.read.model.constants.page_size
+        if places.slots != slots or places.firsts != firsts:
+            return False
+        used = [-(-end // size) for end in ends]
+        return all(
+            len(noted) >= count and noted[:count] == now[:count]
+            for noted, now, count in zip(places.pages, pages, used, strict=True)
+        )
+
+    def begin(
+        self, slots: Sequence[Slot], firsts: Sequence[int], pages: Sequence[Sequence[Page]], read: Rows, step: Rows
+    ) -> None:
+        """It stands elsewhere from here on."""
+        self.read.stage(read)
+        self.step.stage(step)
+        self._places = _Places(list(slots), list(firsts), [list(ids) for ids in pages], [])
 
     def run(
         self,
+        starts: Sequence[int],
         states: Sequence[torch.Tensor],
         drafted: torch.Tensor,
         accepted: torch.Tensor,
@@ -59,19 +102,29 @@ class HeadChain:
         *,
         graphs: bool,
     ) -> torch.Tensor:
-        """What was drawn. [jobs, steps]; asked: as `choose` takes it, for each step, and settings."""
-        drafts = drafted.view(self.shape.jobs, self.shape.judged)
-        torch._foreach_copy_(
-            [*self._states, self._accepted, self._following, self._drafted[:, :-1], self._asked, self._settings],
-            [*states, accepted, following, drafts, *asked],
-        )
-        for program in (self.read, self.step):
-            program.upload()
+        """What was drawn. [jobs, steps]; starts: of the first entries, all where it stands or a little further. asked:
+        as `choose` takes it, for each step, and settings."""
+        before, self._places = self._places.starts, self._places._replace(starts=list(starts))
+        if before:
+            moved = [now - then for now, then in zip(starts, before, strict=True)]
+            self._moved.copy_(sent(moved, np.int32, self._moved.device))
+        else:
+            for program in (self.read, self.step):
+                program.upload()
+            self._moved.zero_()
+            self._back.zero_()
+        there = [*self._states, self._accepted, self._following, self._drafted[:, :-1]]
+        here = [*states, accepted, following, drafted.view(self.shape.jobs, self.shape.judged)]
+        if self._known is None or self._known[0] is not asked[0] or self._known[1] is not asked[1]:
+            there, here, self._known = [*there, self._asked, self._settings], [*here, *asked], asked
+        torch._foreach_copy_(there, here)
+        self.read.work.holder = self.read
+        self._runs += 1
         if self._graph is not None:
             self._graph.replay()
         else:
             self._compute()
-            if graphs:
+            if graphs and self._runs >= RECORDED:
                 self._graph = recorded(self.read.model, self._compute)
         return self._drawn.clone()
 
@@ -79,18 +132,19 @@ class HeadChain:
         head, read, step, shape = self._head, self.read, self.step, self.shape
         is_kept = self._numbers < self._accepted[:, None]
         tokens = torch.where(is_kept, self._drafted, self._following[:, None]).clamp(min=0)
-        read.layout["tokens"][: tokens.numel()].copy_(tokens.flatten())
+        read.move(tokens.flatten(), self._moved)
         self.fused.copy_(head.fuse(self._states))
         read.given[: len(self.fused)].copy_(self.fused)
         read.compute()
         lasts = self._firsts + self._accepted
         token = self._draw(0, read.rows.index_select(0, lasts))
         step.given[: shape.jobs].copy_(read.given.index_select(0, lasts))
-        by = self._accepted
+        by = self._moved + self._accepted - self._back
         for number in range(1, shape.steps):
             step.move(token, by)
             step.compute()
             token, by = self._draw(number, step.rows[: shape.jobs]), self._ones
+        torch.add(self._accepted, shape.steps - 2, out=self._back)  # so far it is from where it began
 
     def _draw(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         tokens = choose(rows, self._asked[number], self._settings).tokens

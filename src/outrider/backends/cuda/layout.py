@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,10 @@ def arrange(
     begin, size = np.asarray(starts, dtype=np.int32), np.asarray(counts, dtype=np.int32)
     if apart is None and not parents and len(counts) == sum(counts):
         return _single_rows(begin, pages, page_size, max_splits, ahead)
+    if apart is None and not parents and counts[0] <= tile and len(set(counts)) == 1:
+        chains = _even_chains(begin, counts[0], pages, page_size, max_splits, ahead)
+        if chains is not None:
+            return chains
     ends = np.cumsum(size, dtype=np.int32)
     total = int(ends[-1])
     span = np.repeat(np.arange(len(size), dtype=np.int32), size)
@@ -202,6 +207,47 @@ def _single_rows(index: Ints, pages: Sequence[Sequence[int]], page_size: int, ma
     return Rows(fields, table, "", len(index), len(index), int((-(-length // split)).max()))
 
 
+def _even_chains(
+    begin: Ints, count: int, pages: Sequence[Sequence[int]], page_size: int, max_splits: int, ahead: int
+) -> Rows | None:
+    """The same for as many tokens of each, which drafts are: each sequence is a group. None where splits differ within
+    one."""
+    (steps, form), length = _form_of(len(begin), count), begin + count
+    split = split_sizes(length, max_splits)
+    if not np.array_equal(split, split_sizes(begin + 1, max_splits)):
+        return None
+    table, tables = _join(pages, length + ahead, page_size)
+    index = begin[:, None] + steps
+    places = table[tables[:, None] + index // page_size] * page_size + index % page_size
+    position = index.ravel()
+    fields = {
+        **form,
+        "positions": position,
+        "places": places.ravel(),
+        "lasts": position,
+        "lengths": length,
+        "splits": split,
+        "tables": tables,
+    }
+    return Rows(fields, table, "", len(begin), len(position), int((-(-length // split)).max()))
+
+
+@lru_cache(maxsize=256)
+def _form_of(chains: int, count: int) -> tuple[Ints, dict[str, Ints]]:
+    """What all passes of so many chains of so many tokens have in common."""
+    numbers, rows = np.arange(chains, dtype=np.int32), np.zeros(chains * count, dtype=np.int32)
+    return np.arange(count, dtype=np.int32), {
+        "groups": np.repeat(numbers, count),
+        "low_bits": rows,
+        "high_bits": rows,
+        "firsts": numbers * count,
+        "counts": np.full(chains, count, dtype=np.int32),
+        "roots": np.full(chains, CHAIN, dtype=np.int32),
+        "paths": np.zeros(chains, dtype=np.int32),
+        "seats": numbers * count,
+    }
+
+
 def fill(rows: Rows, shape: Shape, scratch: int, numbers: Ints) -> int:
     """Write a pass into `numbers`, filled up to its shape; returns how many integers are used. Its tokens, which come
     first, are left at 0."""
@@ -280,5 +326,6 @@ def _join(pages: Sequence[Sequence[int]], lengths: Ints, page_size: int) -> tupl
     needed = -(-lengths // page_size)
     flat: list[int] = []
     for ids, count in zip(pages, needed.tolist(), strict=True):
+        assert len(ids) >= count, f"{len(ids)} pages are too few for a pass that may go on to {count}"
         flat += ids[:count]
     return np.asarray(flat, dtype=np.int32), (np.cumsum(needed) - needed).astype(np.int32)
