@@ -330,6 +330,8 @@ def test_what_guesses_missed_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -
     plain = (weights * torch.nn.functional.cross_entropy(guesses @ matrix.t(), wanted, reduction="none")).sum()
     assert torch.allclose(missed, plain)
     assert guessed.tolist() == (guesses @ matrix.t()).argmax(-1).tolist()
+    half = 0.5 * wanted + 0.5 * torch.nn.functional.one_hot(wanted.argmax(-1), 11)
+    assert torch.allclose(distance.pull_of(states, matrix, 0.5), half @ matrix, atol=1e-5)
     assert torch.allclose(gradient, torch.autograd.grad(0.5 * plain, guesses)[0], atol=1e-6)
 
 

@@ -21,10 +21,15 @@ def at_once(num_tokens: int) -> int:
     return max(1, AT_ONCE // num_tokens)
 
 
-def pull_of(states: Tensor, matrix: Tensor) -> Tensor:
-    """Where the distributions of some states pull guesses to. [n, width] -> [n, width]"""
-    parts = [functional.linear(part, matrix).softmax(-1) for part in torch.split(states, at_once(len(matrix)))]
-    return torch.cat([torch.mm(part.to(matrix.dtype), matrix) for part in parts])
+def pull_of(states: Tensor, matrix: Tensor, certain: float = 0.0) -> Tensor:
+    """Where the distributions of some states pull guesses to; `certain` of that is their likeliest token's alone.
+    [n, width] -> [n, width]"""
+    pulls = []
+    for part in torch.split(states, at_once(len(matrix))):
+        rows = functional.linear(part, matrix)
+        pull = torch.mm(rows.softmax(-1).to(matrix.dtype), matrix)
+        pulls.append(torch.lerp(pull, matrix[rows.argmax(-1)], certain) if certain else pull)
+    return torch.cat(pulls)
 
 
 class Missed(NamedTuple):

@@ -127,7 +127,7 @@ class EagleTrainer:
             embedded = self.features.embed(batch.tokens).to(hidden.dtype)
             final = batch.states[..., -width:].flatten(0, 1)[rows.places]
             with torch.autocast(self.device.type, enabled=False):
-                wanted = pull_of(final.to(self._dtype), self._matrix)
+                wanted = pull_of(final.to(self._dtype), self._matrix, settings.certain)
             said = self._own[batch.tokens.flatten()[rows.places + 1]]
             right = self._begun(rows, batch)  # entries all of whose guesses were what the text says
             past, total, weight = Past([], []), torch.zeros((), device=self.device), 0.0

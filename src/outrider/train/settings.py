@@ -26,6 +26,7 @@ class TrainSettings:
     vocabulary: int | None = None
     steps: int = 5
     decay: float = 0.85  # a later step counts so much of the one before it
+    certain: float = 0.5  # of what is learned, the target's likeliest token alone; the rest is its whole distribution
     start: str | None = None  # a head of the same target to begin with, a folder
     updates: int = 4000
     tokens: int = 16384  # of an update, texts filled up to the longest counted in
@@ -66,7 +67,7 @@ def check_same(folder: Path, settings: TrainSettings) -> None:
         return
     before, now = read_json(folder / FILE), json.loads(json.dumps(asdict(settings)))
     for name, value in now.items():
-        if before.get(name) != value and (name in before or value is not None):  # older runs knew fewer settings
+        if before.get(name) != value:
             raise ConfigError(
                 f"{folder} was begun with {name} {before.get(name)!r}, not {value!r}; "
                 "keep that, or choose another --out",
