@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from outrider.backends.base import Backend, HeadHost
 from outrider.backends.head_base import Entries, Head, Judged
@@ -38,6 +38,13 @@ MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once
 MOST_WAITING = 2**22  # numbers of hidden states that may wait until somebody wants drafts
 
 
+class Given(NamedTuple):
+    """Rows of the hidden states of a pass, as they were given: picked when somebody wants them."""
+
+    states: Mapping[int, Array]
+    rows: Sequence[int]
+
+
 @dataclass(slots=True)
 class Seat:
     """A job's place in the head. Entries `first` to `read` are in its cache, `pending` come next."""
@@ -48,7 +55,7 @@ class Seat:
     pending: Array  # [n, width] fused hidden states of entries that were not read yet
     gap: bool = False  # the target remembered more of the beginning than the head: it sees only what came after
     guesses: Array | None = None  # [1 + fed, width] what entries after the last true one and its own are made of
-    waiting: list[list[Array]] = field(default_factory=list)  # hidden states that come after those, as they were given
+    waiting: list[Given] = field(default_factory=list)  # hidden states that come after those
     num_waiting: int = 0  # tokens of them
 
     @property
@@ -58,7 +65,7 @@ class Seat:
     @property
     def is_full(self) -> bool:
         """Whether no more should wait."""
-        width: int = sum([one.shape[1] for one in self.waiting[0]])
+        width: int = sum([one.shape[1] for one in self.waiting[0].states.values()])
         return self.num_waiting * width > MOST_WAITING
 
     @property
@@ -112,6 +119,11 @@ class EagleDrafter:
             return 0  # it will not read on; `propose` says why
         seat = self._seat(job)
         return max(0, len(job.tokens) - 1 - (0 if seat is None else seat.seen))
+
+    def draft_s(self, jobs: int, steps: int) -> float | None:
+        """See `draft.base.Priced`."""
+        measure = getattr(self._roller, "roll_s", None)
+        return None if measure is None else measure(jobs, steps)
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
@@ -244,7 +256,7 @@ class EagleDrafter:
             if self._was_read(kept, scores) or not self._sit(kept):
                 continue
             seat = self.seats[job.id]
-            seat.waiting.append(self.head.pick(scores.hidden, kept.rows))
+            seat.waiting.append(Given(scores.hidden, kept.rows))
             seat.num_waiting += len(kept.rows)
             # Where drafts were asked for in this round, they most likely will be in the next.
             if self.name in job.wanted or job.width is not None or seat.is_full:
@@ -263,7 +275,7 @@ class EagleDrafter:
         first, count = kept.rows[0], len(kept.rows)
         self.head.keep_edges(seat.slot, kept.start, queue.fused[first : first + count])
         seat.read += count - 1
-        seat.waiting, seat.num_waiting = [self.head.pick(scores.hidden, kept.rows[-1:])], 1
+        seat.waiting, seat.num_waiting = [Given(scores.hidden, kept.rows[-1:])], 1
         self._report(seat)
         queue.lengths[job.id] = len(job.tokens)
         return True
@@ -272,7 +284,7 @@ class EagleDrafter:
         """What waits is pending from here on, and all but the last of many is read. Returns the passes of that."""
         seats = [seat for job in jobs if (seat := self.seats[job.id]).waiting]
         if seats:
-            parts = [states for seat in seats for states in seat.waiting]
+            parts = [self.head.pick(*given) for seat in seats for given in seat.waiting]
             features = [one[0] if len(one) == 1 else self.head.join(one) for one in zip(*parts, strict=True)]
             fused = self.head.fuse(features)
             for seat, fresh in zip(seats, _split(fused, [seat.num_waiting for seat in seats]), strict=True):

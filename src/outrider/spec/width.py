@@ -133,6 +133,8 @@ class WidthChooser:
             ready = job.drafters
             if job.width is not None:  # a draft whose width is the engine's choice reads when it is wanted, not before
                 ready = tuple(name for name in ready if self._router.lag(job, name) <= 0)
+            elif len(job.tokens) - job.cached > 1:  # the end of a prompt: its hidden states are still to come
+                ready = tuple(name for name in ready if not self._router.drafters[name].hidden)
         except DraftError as error:
             return Choice(error=error)
         if len(ready) < len(job.drafters) and len(job.tokens) - job.cached == 1:  # else the target is reading it, too

@@ -25,6 +25,7 @@ from outrider.backends.cuda.layout import (
     most_splits,
     tile_for,
 )
+from outrider.backends.cuda.measuring import Greedy
 from outrider.backends.cuda.program import Model, Work, build_work
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries, Judged
@@ -161,6 +162,27 @@ class HeadRoller:
             pages.leases[slot].written = len(pages.leases[slot].pages) * pages.page_size
         drawing.take(drawn)  # type: ignore[attr-defined]
         return chain.fused
+
+    def roll_s(self, jobs: int, steps: int) -> float | None:
+        """Seconds of the device for that, of work that is queued; None where so many have no room."""
+        target: Any = self._head.target
+        zeros = self._ones.new_zeros
+        states = self._like.new_zeros(jobs * (steps + 1), self._head.spec.target_width)
+        with target.sequences(jobs, 0, 2 * steps + 8) as slots:
+            if slots is None or jobs * (steps + 1) > GRAPH_ROWS[-1]:
+                return None
+            judged = Judged(
+                slots, [0] * jobs, [0] * jobs, steps, zeros(jobs * steps), zeros(jobs), zeros(jobs),
+                dict.fromkeys(self._head.hidden, states),
+            )  # fmt: skip
+            greedy: Any = [Greedy(slot) for slot in slots]
+
+            def run() -> Array | None:
+                drawing = target.ops.drawing(greedy, steps)
+                return None if drawing is None else self.roll_on(judged, steps, drawing)
+
+            seconds: float | None = None if run() is None else target.median_s(run)
+            return seconds
 
     def _chain(self, judged: Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
         """For the pass that reads what stays, and the one that every step is. While sequences stay on their pages, they

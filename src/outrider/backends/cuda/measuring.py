@@ -28,17 +28,17 @@ class MeasuredPasses(RollingPasses):
     measures_cpu = False  # for tests: on a CPU nothing runs ahead, so there is nothing to learn
 
     def pass_s(self, jobs: int, rows: int, context: int = 0) -> float | None:
-        with self._sequences(jobs, context, rows) as slots:
-            return None if slots is None else self._median_s(partial(self._pass, slots, context, rows))
+        with self.sequences(jobs, context, rows) as slots:
+            return None if slots is None else self.median_s(partial(self._pass, slots, context, rows))
 
     def roll_s(self, jobs: int, steps: int, context: int = 0) -> float | None:
-        with self._sequences(jobs, context, 1 + steps) as slots:
+        with self.sequences(jobs, context, 1 + steps) as slots:
             if slots is None or not self._roll_once(slots, context, steps):
                 return None
-            return self._median_s(partial(self._roll_once, slots, context, steps))
+            return self.median_s(partial(self._roll_once, slots, context, steps))
 
     @contextmanager
-    def _sequences(self, jobs: int, context: int, room: int) -> Iterator[list[Slot] | None]:
+    def sequences(self, jobs: int, context: int, room: int) -> Iterator[list[Slot] | None]:
         """So many of this length, or None where they do not fit."""
         if self.device.type != "cuda" and not self.measures_cpu:
             yield None
@@ -65,7 +65,7 @@ class MeasuredPasses(RollingPasses):
     def _roll_once(self, slots: list[Slot], start: int, steps: int) -> bool:
         """One token each is read, as in a round."""
         count = len(slots)
-        drawing: Any = self.ops.drawing([_Greedy(slot) for slot in slots], steps)  # type: ignore[misc]
+        drawing: Any = self.ops.drawing([Greedy(slot) for slot in slots], steps)  # type: ignore[misc]
         spans = Spans(slots, [start] * count, [1] * count, [1] * count, np.arange(count))
         rolled = drawing is not None and self.roll(spans, steps, drawing)
         self._back(slots, start)
@@ -75,7 +75,7 @@ class MeasuredPasses(RollingPasses):
         for slot in slots:
             self.rewind(slot, length)
 
-    def _median_s(self, run: Callable[[], object]) -> float:
+    def median_s(self, run: Callable[[], object]) -> float:
         """Of runs that are queued one behind the other."""
         for _ in range(WARM):
             run()
@@ -97,7 +97,7 @@ class MeasuredPasses(RollingPasses):
         return statistics.median(spent)
 
 
-class _Greedy:
+class Greedy:
     """As much of a greedy job as drawing its drafts needs."""
 
     rule, words, grammar, min_length, tokens = "coupled", (0, 0), None, 0, (0,)
