@@ -316,3 +316,18 @@ def test_a_document_of_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "## What a pass costs" in text and "## The simulator" in text and "| outrider | suffix | 2 |" in text
     assert {path.name for path in tmp_path.iterdir()} == {"all.md", "all.json", "all-ratios.svg", "all-curve.svg"}
+
+
+def test_each_prompt_once_with_drafts_and_without(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"category": kind, "turns": [f"{kind} {number}"]} for kind in ("chat", "sums") for number in range(3)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ["bench", "fresh", "--model", "mock-text", "--prompts", str(prompts), "--limit", "2", "--max-tokens", "12"]
+    told = outrider(*asked, "--json")
+    assert told.returncode == 0, told.stderr
+    found = {reading["kind"]: reading for reading in map(json.loads, told.stdout.splitlines())}
+    assert {kind: len(reading["gains"]) for kind, reading in found.items()} == {"chat": 2, "sums": 2, "all": 4}
+    assert found["all"]["tokens"] == 48 and found["all"]["differing"] == 0
+    whole = found["chat"]["plain_s"] + found["sums"]["plain_s"]
+    assert found["all"]["gain"] == pytest.approx(whole / found["all"]["drafted_s"])
+    assert "x plain" in outrider(*asked, "--draft", "ngram").stdout

@@ -146,6 +146,25 @@ def batch(
 
 
 @app.command()
+def fresh(
+    model: given.Model = given.DEFAULT,
+    draft: Annotated[str | None, typer.Option(help="Ways to draft, with commas; what the model comes with.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with `category` and `turns`, instead of our own.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    as_json: AsJson = False,
+    threads: given.Threads = None,
+) -> None:
+    """What turning drafts on brings: each prompt once, by an engine with them and by one without, by turns."""
+    from outrider.cli.benches import show_fresh
+
+    show_fresh(as_json, model, draft, prompts, limit, max_tokens, temperature, threads)
+
+
+@app.command()
 def load(
     model: given.Model = "mock-cost",
     clients: Annotated[int | None, typer.Option(help="How many at once; 200.", min=1)] = None,

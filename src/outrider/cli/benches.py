@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outrider.models.names import DEFAULT
+
+if TYPE_CHECKING:
+    from outrider.bench.fresh import Reading
 
 
 def show_engine(quick: bool, as_json: bool) -> None:
@@ -135,6 +139,46 @@ def show_batch(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | 
             typer.echo(json.dumps(asdict(reading)))
         else:
             typer.echo(f"{reading.name:<46}{reading.median:>9.2f}  ({reading.low:.2f} - {reading.high:.2f})")
+
+
+def show_fresh(
+    as_json: bool,
+    model: str,
+    draft: str | None,
+    prompts: Path | None,
+    limit: int,
+    max_tokens: int,
+    temperature: float,
+    threads: int | None,
+) -> None:
+    """Each prompt once, with drafts and without."""
+    from outrider.bench.fresh import Reading, readings
+    from outrider.bench.work import OWN, read_work
+
+    whole = Reading("all")
+    settings: dict[str, Any] = {"limit": limit, "max_tokens": max_tokens, "temperature": temperature}
+    if threads is not None:
+        settings["threads"] = threads
+    for reading in readings(model, draft, OWN if prompts is None else read_work(prompts), **settings):
+        whole.gains += reading.gains
+        whole.tokens += reading.tokens
+        whole.plain_s += reading.plain_s
+        whole.drafted_s += reading.drafted_s
+        whole.differing += reading.differing
+        _show_fresh(reading, as_json)
+    _show_fresh(whole, as_json)
+
+
+def _show_fresh(reading: Reading, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**asdict(reading), "gain": reading.gain}))
+        return
+    low, high = min(reading.gains), max(reading.gains)
+    differing = f", {reading.differing} differ" if reading.differing else ""
+    typer.echo(
+        f"{reading.kind:<20}{reading.gain:>7.3f}x plain  (single prompts {low:.2f} - {high:.2f}; "
+        f"{len(reading.gains)} prompts, {reading.tokens} tokens{differing})"
+    )
 
 
 def show_load(
