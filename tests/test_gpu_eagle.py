@@ -143,9 +143,13 @@ def test_guesses_behind_verdicts_that_keep_some(
     begun: list[None] = []
     begin = HeadChain.begin
     monkeypatch.setattr(HeadChain, "begin", lambda *arguments: begun.append(begin(*arguments)))
+    stood: list[Any] = []
+    stands = GpuBackend._still_stands
+    monkeypatch.setattr(GpuBackend, "_still_stands", lambda *arguments: stood.append(stands(*arguments)) or stood[-1])
     ours, theirs = (recorded(path, head, rolls=rolls, **settings) for rolls in (True, False))
     assert ours == theirs
     assert begun and len(begun) < 12, "places are written down now and then"
+    assert sum(one is not None for one in stood) > 10, "and those of the target's passes, too"
     kept = np.diff([len(tokens) for tokens in ours[0] if tokens[:3] == (7, 7, 3)]) - 1
     assert {0, 1, 2} <= set(kept.tolist())
 

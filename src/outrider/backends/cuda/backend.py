@@ -19,7 +19,7 @@ from outrider.backends.cuda.sampling import DeviceSampling, Verdict
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.paged import SequencesAhead
 from outrider.backends.torch_common import on
-from outrider.kv.pages import Pages
+from outrider.kv.pages import Page, Pages
 from outrider.models.base import ModelFile
 from outrider.types import Scores
 
@@ -38,6 +38,14 @@ class Queued(NamedTuple):
         return 1 if self.verdict.drawn is None else 1 + self.verdict.drawn.shape[1]
 
 
+class Standing(NamedTuple):
+    """A queued pass with drafts, which the next one may be moved on from: nothing need be written down, then."""
+
+    queued: Queued
+    num_staged: int  # by then
+    pages: list[list[Page]]  # as far as it may be moved
+
+
 class GpuBackend(MeasuredPasses):
     """A model and its sequences. A draft may share the target's `pages`: its slots are the target's, then.
 
@@ -51,6 +59,7 @@ class GpuBackend(MeasuredPasses):
         self._judged: tuple[Spans, tuple[int, ...]] | None = None  # that pass, where it had drafts
         self._queued: Queued | None = None
         self._done: Queued | None = None  # that was queued and is asked for now
+        self._standing: Standing | None = None
         if isinstance(self.ops, DeviceSampling):
             self.ops.foresee = self.foresee
             self.ops.may_defer = not self.strict
@@ -61,6 +70,8 @@ class GpuBackend(MeasuredPasses):
 
     def _score_and_look(self, spans: Spans, hidden: tuple[int, ...]) -> Scored:
         done = self._take_queued(spans, hidden)
+        if len(done) < len(spans.slots):
+            self._standing = None  # some are elsewhere
         if isinstance(self.ops, DeviceSampling):
             self.ops.follows = len(done) == len(spans.slots)
         scored = self._score_rest(spans, hidden, done) if done else self._score(spans, hidden)
@@ -129,17 +140,44 @@ class GpuBackend(MeasuredPasses):
             return
         tokens = torch.cat([verdict.following[:, None].int(), drawn.int()], dim=1).flatten().clamp(min=0)
         starts, widths = [start + 1 for start in spans.starts], [width] * len(ends)
-        staged = self._stage(Spans(spans.slots, starts, widths, widths, None), whole(widths), hidden, ahead=most - 1)
-        staged.program.run(tokens, by=accepted)
-        self._record(staged.program)
+        fed = Spans(spans.slots, starts, widths, widths, None)
+        standing, held = self._still_stands(fed, ends, hidden), [self.pages.leases[slot].pages for slot in fed.slots]
+        if standing is not None:
+            known = standing.pages
+            staged = standing.queued.staged._replace(starts=starts, pages=[list(ids) for ids in held])
+            staged.program.run_on(tokens, accepted + 1)  # it stands where the verdict before this one put it
+        else:
+            size = self.pages.page_size
+            spare = min(len(ids) * size - end for ids, end in zip(held, ends, strict=True))
+            known = [ids[: (end + spare) // size] for ids, end in zip(held, ends, strict=True)]
+            staged = self._stage(fed, whole(widths), hidden, ahead=most - 1 + spare)
+            staged.program.run(tokens, by=accepted)
+            self._record(staged.program)
         for slot, end in zip(spans.slots, ends, strict=True):
             self.pages.leases[slot].written = max(end, self.pages.leases[slot].written)
         self._queued = Queued(staged, tuple(range(len(ends))), verdict)
+        self._standing = Standing(self._queued, staged.program.num_staged, known)
+
+    def _still_stands(self, spans: Spans, ends: Sequence[int], hidden: tuple[int, ...]) -> Standing | None:
+        """What was queued last, if it is the pass that is judged now, and `spans` come behind it on pages it knows."""
+        standing, size = self._standing, self.pages.page_size
+        if standing is None or standing.queued is not self._done:
+            return None
+        staged = standing.queued.staged
+        if staged.program.num_staged != standing.num_staged or staged.hidden != hidden:
+            return None
+        if staged.slots != spans.slots or [piece.size for piece in staged.pieces] != spans.counts:
+            return None
+        for slot, pages, end in zip(spans.slots, standing.pages, ends, strict=True):
+            used = -(-end // size)
+            if len(pages) < used or self.pages.leases[slot].pages[:used] != pages[:used]:
+                return None
+        return standing
 
     def _take_queued(self, spans: Spans, hidden: tuple[int, ...]) -> dict[int, int]:
         """Which spans of a pass were computed before anybody asked: their places there. The host knows by now what was
         decided, and so what was fed."""
-        queued, self._queued = self._queued, None
+        queued, self._queued, self._done = self._queued, None, None
         known = self.ops.known if isinstance(self.ops, DeviceSampling) else None
         if queued is None:
             return {}

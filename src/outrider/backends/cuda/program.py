@@ -103,11 +103,13 @@ class Program:
         self.states = dict(zip(hidden, self._held, strict=True))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._upload = (self._numbers, self._staged)
+        self.num_staged = 0  # who wants to move it on must know that nobody else has staged something
 
     def stage(self, rows: Rows) -> None:
         """Write down the next pass, but for its tokens; while another one runs, if that can be."""
         if self._copied is not None:
             self._copied.synchronize()  # the pass before this one has read what is written over now
+        self.num_staged += 1
         used = fill(rows, self.layout.shape, self.model.scratch, self._host)
         self._upload = (self._numbers[:used], self._staged[:used])
 

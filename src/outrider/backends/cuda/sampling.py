@@ -57,6 +57,7 @@ class Settings(NamedTuple):
     words: Ints  # [R, 2] of seeds
     weighs: list[bool]  # jobs whose drafts the judge weighs: `rejection`, not greedy
     is_simple: bool  # nothing but temperature and min_p
+    is_greedy: bool
 
 
 class Form(NamedTuple):
@@ -68,6 +69,7 @@ class Form(NamedTuple):
     owner: Array  # [R] the job of each row
     depth: Ints  # [R] drafts on the way to it
     parent: list[int]  # [R] the row it comes from, where there are trees
+    there: dict[Hashable, torch.Tensor]  # what of it is on the device already
 
 
 class DeviceSampling(SamplingOps):
@@ -124,7 +126,7 @@ class DeviceSampling(SamplingOps):
         settings = self._settings_of(jobs, [1] * len(jobs))
         if not settings.is_simple:
             return None
-        if not any(job.params.temperature for job in jobs):  # nobody's luck is asked for
+        if settings.is_greedy:
             key = ("greedy", len(jobs), steps)
             nothing = remember(
                 self._nothings, key, lambda: torch.zeros(steps, len(jobs), 3, dtype=torch.int32, device=self.device)
@@ -176,10 +178,7 @@ class DeviceSampling(SamplingOps):
         form = self._form(drafts)
         counts = [count + 1 for count in drafts.counts]
         settings = self._settings_of(jobs, counts, is_shaped=is_shaped)
-        rows = form.rows.copy()
-        rows[:, :2] = settings.words
-        rows[:, 2] = 4 * (np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[form.owner] + form.depth)
-        asked = sent(rows, np.int32, self.device)
+        asked = self._asked(form, jobs, settings)
         if not any(drafts.counts):
             chosen = choose(logits, asked, settings.warmth).tokens
             verdict = Verdict(chosen)
@@ -187,9 +186,7 @@ class DeviceSampling(SamplingOps):
             ends, bad = form.jobs[:, 0], following < 0
             self.known = Known(chosen, following, np.zeros_like(following))
         else:
-            about = form.jobs.copy()
-            about[:, 1] = settings.weighs
-            there = sent(about, np.int32, self.device)
+            there = remember(form.there, tuple(settings.weighs), lambda: self._about(form, settings))
             tokens = torch.as_tensor(drafts.tokens)
             out, _ = rule(
                 logits,
@@ -224,6 +221,21 @@ class DeviceSampling(SamplingOps):
         can_be = drafts.may_be_queued or not any(drafts.counts)
         verdicts.is_late = self.queues and not self.follows and can_be
         return verdicts
+
+    def _asked(self, form: Form, jobs: Sequence[Job], settings: Settings) -> torch.Tensor:
+        """Rows as `judging` takes them."""
+        if settings.is_greedy:  # nobody's luck is asked for: the same again and again
+            return remember(form.there, "greedy", lambda: sent(form.rows, np.int32, self.device))
+        rows = form.rows.copy()
+        rows[:, :2] = settings.words
+        rows[:, 2] = 4 * (np.asarray([len(job.tokens) for job in jobs], dtype=np.int32)[form.owner] + form.depth)
+        return sent(rows, np.int32, self.device)
+
+    def _about(self, form: Form, settings: Settings) -> torch.Tensor:
+        """Jobs as `judging` takes them."""
+        about = form.jobs.copy()
+        about[:, 1] = settings.weighs
+        return sent(about, np.int32, self.device)
 
     def _go_on(
         self, follow: Callable[..., Any], accepted: torch.Tensor, following: torch.Tensor, states: Mapping[int, Array]
@@ -278,7 +290,9 @@ class DeviceSampling(SamplingOps):
             settings = np.repeat(np.asarray(values, dtype=np.float32), counts, axis=0)
             words = np.repeat(np.asarray([job.words for job in jobs], dtype=np.int32), counts, axis=0)
             weighs = [job.rule == "rejection" and job.params.temperature > 0.0 for job in jobs]
-            return Settings(sent(settings, np.float32, self.device), words, weighs, all(map(is_simple, jobs)))
+            is_greedy = not any(job.params.temperature for job in jobs)
+            warmth = sent(settings, np.float32, self.device)
+            return Settings(warmth, words, weighs, all(map(is_simple, jobs)), is_greedy)
 
         return remember(self._settings, (tuple([job.id for job in jobs]), tuple(counts), is_shaped), build)
 
@@ -373,7 +387,7 @@ def _build_form(counts: Sequence[int], parents: dict[int, list[int]]) -> Form:
         rows[:, place] = column
     jobs = np.zeros((len(counts), JOB.value), dtype=np.int32)
     jobs[:, 0] = tree.first
-    return Form(rows, jobs, tree.owner, np.asarray(tree.depth, dtype=np.int32), tree.parent)
+    return Form(rows, jobs, tree.owner, np.asarray(tree.depth, dtype=np.int32), tree.parent, {})
 
 
 def _build_chains(counts: Ints) -> Form:
@@ -389,7 +403,7 @@ def _build_chains(counts: Ints) -> Form:
     rows[:, 5] = -1
     jobs = np.zeros((len(counts), JOB.value), dtype=np.int32)
     jobs[:, 0] = first
-    return Form(rows, jobs, owner, depth, [])
+    return Form(rows, jobs, owner, depth, [], {})
 
 
 def _verdicts(form: Form, drafts: Drafts, ends: Any, following: Any, faults: dict[int, OutriderError]) -> Verdicts:
