@@ -179,6 +179,20 @@ def test_splits_depend_on_the_row_alone() -> None:
     edge = MIN_SPLIT * 32  # the row that sees one key more has larger splits: it is in a group of its own
     rows = arrange([edge - 3], [6], [list(range(2000))], PAGE, {}, tile=16, max_splits=32, by_path=False)
     assert rows.fields["counts"].tolist() == [3, 3] and rows.fields["splits"].tolist() == [128, 256]
+    shape = Shape(rows=8, groups=1, tile=16, tree="")
+    with pytest.raises(AssertionError, match="2 firsts in a pass that has room for 1"):
+        fill(rows, shape, 0, np.zeros(size_of(shape) + 2000, dtype=np.int32))
+
+
+def test_even_chains_are_arranged_like_any_others() -> None:
+    starts, pages = [5, 0, 70], [list(range(40 * number, 40 * number + 40)) for number in range(3)]
+    settings: dict[str, Any] = {"tile": 8, "max_splits": 32, "by_path": False, "ahead": 3}
+    quickly = arrange(starts, [4] * 3, pages, PAGE, {}, **settings)
+    slowly = arrange(starts, [4] * 3, pages, PAGE, {}, apart=[False] * 3, **settings)
+    assert quickly[2:] == slowly[2:] and quickly.table.tolist() == slowly.table.tolist()
+    assert {name: values.tolist() for name, values in quickly.fields.items()} == {
+        name: values.tolist() for name, values in slowly.fields.items()
+    }
 
 
 def test_rows_of_spans_apart_are_in_no_group() -> None:

@@ -151,6 +151,36 @@ def test_the_same_settings_give_the_same_head(model: str, texts: Texts, tmp_path
     assert heads[0] == heads[1] != heads[2]
 
 
+def test_a_run_may_begin_with_a_head(model: str, texts: Texts, tmp_path: Path) -> None:
+    """Its weights, as they were written; the tokens it chooses among may be others. A head that is no beginning for
+    this run is refused with the reason."""
+    engine, first = trainer(model, texts, tmp_path / "first", updates=5)
+    with engine:
+        first.run(lambda report: None)
+    begun = str(tmp_path / "first")
+    engine, second = trainer(model, texts, tmp_path / "second", start=begun, vocabulary=40, seed=9)
+    with engine:
+        for name, value in state(first).items():
+            assert torch.equal(second.net.state_dict()[name], value.bfloat16().float()), name
+        second.run(lambda report: None, until=3)
+        second.save()
+    (tmp_path / "first").rename(tmp_path / "elsewhere")  # a run that goes on needs it no more
+    engine, again = trainer(model, texts, tmp_path / "second", start=begun, vocabulary=40, seed=9)
+    with engine:
+        assert again.update == 3
+        assert all(torch.equal(value, state(second)[name]) for name, value in state(again).items())
+    with pytest.raises(ConfigError, match="with itself"):
+        trainer(model, texts, tmp_path / "elsewhere" / ".." / "new", start=str(tmp_path / "new"))
+    config = json.loads((tmp_path / "elsewhere" / "config.json").read_text())
+    for change, message in (
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "other layers"),
+        ({"outrider": {"made_for": {"fingerprint": "0" * 32}}}, "another model"),
+    ):
+        (tmp_path / "elsewhere" / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ConfigError, match=message):
+            trainer(model, texts, tmp_path / "third", start=str(tmp_path / "elsewhere"))
+
+
 def test_from_a_file_of_prompts_to_a_head(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.jsonl"
     random = np.random.default_rng(1)

@@ -63,10 +63,11 @@ class Roller(Protocol):
     """Lets a head guess on by itself. One on a GPU can `grow` trees, too, and go on behind a verdict that the host does
     not know yet (`backends.cuda.eagle`):
 
-        roll_on(judged, steps, drawing)
+        may_follow(jobs, count)             roll_on(judged, steps, drawing)
 
-    reads the entries of all that stays and draws `steps` tokens for each slot. Nobody's length changes. Returns fused
-    hidden states of the rows, which are good until the next such call, or None where it cannot.
+    The first says whether so many chains are few enough for that. The second reads the entries of all that stays and
+    draws `steps` tokens for each slot. Nobody's length changes. Returns fused hidden states of the rows, which are good
+    until the next such call, or None where it cannot.
     """
 
     def roll(self, entries: Entries, steps: int, drawing: Drawing) -> bool:

@@ -162,7 +162,10 @@ class EagleDrafter:
     def _fill(self, jobs: Sequence[Job], rooms: Sequence[int], steps: int, drawing: Drawing, drafts: Drafts) -> None:
         """What was drawn as drafts, behind whose verdict the device may go on."""
         fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
-        if hasattr(self._roller, "roll_on") and len(set(rooms)) == 1 and drafts.probs is None:
+        may_follow = getattr(self._roller, "may_follow", None)
+        if may_follow is None or len(set(rooms)) > 1 or drafts.probs is not None:
+            return
+        if may_follow(len(jobs), rooms[0]):
             drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
 
     def _follow(

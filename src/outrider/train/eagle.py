@@ -36,7 +36,6 @@ from outrider.train.texts import Texts
 CHECKPOINT = "checkpoint.pt"
 FLOOR = 0.02  # of the highest rate: the last updates learn so fast
 REPORTED = 20  # updates that a report is about
-STRAYED = 0.1  # what a guess counts behind one that was wrong: when the head drafts, nobody looks at it
 HELD_BATCHES = 16  # of texts that were held out, at a checkpoint
 
 
@@ -87,10 +86,12 @@ class EagleTrainer:
         self.optimizer = Optimizer(self.net)
         self.update = 0
         self.made_for = {"name": target.info.name, "fingerprint": getattr(target, "fingerprint", None)}
-        if settings.start is not None:
-            begin_with(self.net, Path(settings.start), self.made_for["fingerprint"])
         if (folder / CHECKPOINT).exists():
             self._resume(folder / CHECKPOINT)
+        elif settings.start is not None:
+            if Path(settings.start).resolve() == folder.resolve():
+                raise ConfigError(f"{folder} cannot be begun with itself; choose another --out", param="start")
+            begin_with(self.net, Path(settings.start), self.made_for["fingerprint"], spec.num_layers, self.layers)
 
     def run(self, report: Callable[[Report], None], *, until: int | None = None) -> None:
         """To the last update, or to number `until` (and then it can go on another time)."""
@@ -135,7 +136,7 @@ class EagleTrainer:
                 hidden = self.net(embedded[:, 1 + step : 1 + step + length], hidden, step, past)
                 outputs.append(hidden.flatten(0, 1))
                 entries = rows.entries[:count] - step
-                guesses, weights = self.net.normed(outputs[-1][entries]), right[entries].clamp(min=STRAYED)
+                guesses, weights = self.net.normed(outputs[-1][entries]), right[entries].clamp(min=settings.strayed)
                 with torch.autocast(self.device.type, enabled=False):
                     missed, guessed = missed_by(guesses, wanted[:count], self._matrix, weights)
                 right = torch.zeros_like(right).index_copy_(0, entries, right[entries] * (guessed == said[:count]))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError
 from outrider.models.base import Rope, TransformerSpec
+from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import open_head
 from outrider.train.net import NAMES, EagleNet, exported
 from outrider.train.settings import write_whole
@@ -100,9 +101,12 @@ def write_head(
     _write_config(folder, config)
 
 
-def begin_with(net: EagleNet, folder: Path, fingerprint: str | None) -> None:
-    """The weights of a head that was trained before, for the same target; the tokens it chooses among may be others."""
+def begin_with(net: EagleNet, folder: Path, fingerprint: str | None, num_layers: int, layers: Sequence[int]) -> None:
+    """The weights of a head that was trained before, for the same target (of so many layers, of which it reads these);
+    the tokens it chooses among may be others."""
     file = open_head(folder)
+    if isinstance(file.spec, EagleSpec) and file.spec.layers_of(num_layers) != tuple(layers):
+        raise ConfigError(f"{folder} reads other layers than {list(layers)}; begin with none", param="start")
     if file.made_for != fingerprint:
         raise ConfigError(f"{folder} was made for another model or other weights of it; begin with none", param="start")
     tensors = load_file(folder / "model.safetensors")

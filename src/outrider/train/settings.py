@@ -26,6 +26,7 @@ class TrainSettings:
     vocabulary: int | None = None
     steps: int = 5
     decay: float = 0.85  # a later step counts so much of the one before it
+    strayed: float = 0.1  # what a guess counts behind one that was wrong: when the head drafts, nobody looks at it
     certain: float = 0.5  # of what is learned, the target's likeliest token alone; the rest is its whole distribution
     start: str | None = None  # a head of the same target to begin with, a folder
     updates: int = 4000
@@ -67,9 +68,10 @@ def check_same(folder: Path, settings: TrainSettings) -> None:
         return
     before, now = read_json(folder / FILE), json.loads(json.dumps(asdict(settings)))
     for name, value in now.items():
-        if before.get(name) != value:
+        if name not in before:
+            raise ConfigError(f"{folder} was begun by an older outrider; choose another --out", param="out")
+        if before[name] != value:
             raise ConfigError(
-                f"{folder} was begun with {name} {before.get(name)!r}, not {value!r}; "
-                "keep that, or choose another --out",
+                f"{folder} was begun with {name} {before[name]!r}, not {value!r}; keep that, or choose another --out",
                 param=name,
             )

@@ -35,6 +35,7 @@ from outrider.types import Array, Slot
 
 SPARE = 64  # places behind the context that guesses may come to
 AHEAD = 64  # tokens for which pages are taken ahead, where there are some
+MOST_CHAINS = 64  # shapes of rounds that are kept
 
 
 class Grown(NamedTuple):
@@ -60,6 +61,11 @@ class _Arranged(NamedTuple):
 
     rows: Rows
     shape: Shape
+
+
+def _fits(program: HeadProgram, arranged: _Arranged) -> bool:
+    """Whether it was built for passes like this one."""
+    return program.layout.shape == arranged.shape and program.room >= len(arranged.rows.table)
 
 
 class _Children(NamedTuple):
@@ -137,12 +143,16 @@ class HeadRoller:
             drawing.step(program.rows[:count])
         return True
 
+    def may_follow(self, jobs: int, count: int) -> bool:
+        """Whether chains of so many drafts for so many jobs are small enough for `roll_on`."""
+        return jobs * (count + 1) <= GRAPH_ROWS[-1]
+
     def roll_on(self, judged: Judged, steps: int, drawing: Drawing) -> Array | None:
         """`head_base.Roller.roll_on`. One graph; rounds that keep rows beside tokens are for others."""
         asked = getattr(drawing, "plainly", None)
         jobs, count, pages = len(judged.slots), judged.count, self._head.pages
-        rows = jobs * (count + 1)
-        if asked is None or rows > GRAPH_ROWS[-1] or any(first % pages.page_size for first in judged.firsts):
+        is_whole = not any(first % pages.page_size for first in judged.firsts)
+        if asked is None or not is_whole or not self.may_follow(jobs, count):
             return None
         ends = [start + count + 2 + steps for start in judged.starts]  # if all drafts stay
         if max(ends) > self._head.context or not all(map(pages.make_room, judged.slots, ends)):
@@ -169,7 +179,7 @@ class HeadRoller:
         zeros = self._ones.new_zeros
         states = self._like.new_zeros(jobs * (steps + 1), self._head.spec.target_width)
         with target.sequences(jobs, 0, 2 * steps + 8) as slots:
-            if slots is None or jobs * (steps + 1) > GRAPH_ROWS[-1]:
+            if slots is None or not self.may_follow(jobs, steps):
                 return None
             judged = Judged(
                 slots, [0] * jobs, [0] * jobs, steps, zeros(jobs * steps), zeros(jobs), zeros(jobs),
@@ -199,8 +209,10 @@ class HeadRoller:
         counts, once, starts = [shape.judged + 1] * shape.jobs, [1] * shape.jobs, [one + 1 for one in judged.starts]
         read = self._arrange(slots, firsts, judged.starts, counts, ahead)
         step = self._arrange(slots, firsts, starts, once, shape.judged + shape.steps - 2 + ahead)
-        if chain is None or chain.read.room < len(read.rows.table) or chain.step.room < len(step.rows.table):
+        if chain is None or not (_fits(chain.read, read) and _fits(chain.step, step)):
             chain = HeadChain(self._head, self._build(read), self._build(step), shape)
+            if len(self._chains) == MOST_CHAINS and shape not in self._chains:
+                del self._chains[next(iter(self._chains))]  # what runs of it, runs before all that comes
             self._chains[shape] = chain
         noted = [ids[: (end + ahead) // size] for ids, end in zip(leases, ends, strict=True)]
         chain.begin(slots, firsts, noted, read.rows, step.rows)
@@ -306,7 +318,7 @@ class HeadRoller:
         """A pass behind entries. parents: of the trees that all of them are, if they are."""
         staged = self._arrange(entries.slots, entries.firsts, starts, counts, ahead, parents)
         program = self._programs.get(staged.shape)
-        if program is None or program.room < len(staged.rows.table):
+        if program is None or not _fits(program, staged):
             program = self._programs[staged.shape] = self._build(staged)
         program.stage(staged.rows)
         return program

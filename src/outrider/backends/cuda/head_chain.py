@@ -25,6 +25,7 @@ from outrider.kv.pages import Page
 from outrider.types import Slot
 
 RECORDED = 3  # runs of a shape after which it is a graph: recording takes as long as dozens of rounds
+MOST_RECORDED = 8  # jobs: larger batches come in more shapes, and their passes take longer than launching does
 
 
 class ChainShape(NamedTuple):
@@ -119,14 +120,21 @@ class HeadChain:
             there, here, self._known = [*there, self._asked, self._settings], [*here, *asked], asked
         torch._foreach_copy_(there, here)
         self.read.work.holder = self.read
+        try:
+            self._go(graphs=graphs and self.shape.jobs <= MOST_RECORDED)
+        except BaseException:
+            self._places = _Places([], [], [], [])  # nobody knows how far it came
+            raise
+        return self._drawn.clone()
+
+    def _go(self, *, graphs: bool) -> None:
         self._runs += 1
         if self._graph is not None:
             self._graph.replay()
-        else:
-            self._compute()
-            if graphs and self._runs >= RECORDED:
-                self._graph = recorded(self.read.model, self._compute)
-        return self._drawn.clone()
+            return
+        self._compute()
+        if graphs and self._runs == RECORDED:
+            self._graph = recorded(self.read.model, self._compute)
 
     def _compute(self) -> None:
         head, read, step, shape = self._head, self.read, self.step, self.shape
@@ -135,18 +143,19 @@ class HeadChain:
         read.move(tokens.flatten(), self._moved)
         self.fused.copy_(head.fuse(self._states))
         read.given[: len(self.fused)].copy_(self.fused)
-        read.compute()
         lasts = self._firsts + self._accepted
-        token = self._draw(0, read.rows.index_select(0, lasts))
+        read.compute(lasts)
+        token = self._draw(0, read)
         step.given[: shape.jobs].copy_(read.given.index_select(0, lasts))
         by = self._moved + self._accepted - self._back
         for number in range(1, shape.steps):
             step.move(token, by)
             step.compute()
-            token, by = self._draw(number, step.rows[: shape.jobs]), self._ones
+            token, by = self._draw(number, step), self._ones
         torch.add(self._accepted, shape.steps - 2, out=self._back)  # so far it is from where it began
 
-    def _draw(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        tokens = choose(rows, self._asked[number], self._settings).tokens
+    def _draw(self, number: int, program: HeadProgram) -> torch.Tensor:
+        tokens = choose(program.rows[: self.shape.jobs], self._asked[number], self._settings).tokens
+        program.rows = program.given  # there are many shapes, and logits take more memory than all else of one
         self._drawn[:, number] = tokens
         return tokens.clamp(min=0)  # -1: a row that cannot be used; the host will see

@@ -22,7 +22,8 @@ class HeadProgram(Program):
         self.rows = self.given  # logits over the target's tokens, once it ran
         self._table = table
 
-    def compute(self) -> None:
+    def compute(self, wanted: torch.Tensor | None = None) -> None:
+        """wanted: rows whose logits are computed, or all."""
         head, layout, buffers, constants = self._head, self.layout, self.buffers, self.model.constants
         turns = self._table.index_select(0, layout["positions"])
         x, seen = head.enter(head.embed(layout["tokens"]), self.given)
@@ -40,5 +41,5 @@ class HeadProgram(Program):
                 page_size=constants.page_size, window=None, scratch=buffers.scratch, skip=1,
             )  # fmt: skip
             x = head.gate(layer, x + torch.mm(buffers.seen, layer.attention_out))
-        self.rows = head.rows(x)
+        self.rows = head.rows(x if wanted is None else x.index_select(0, wanted))
         self.given.copy_(head.again(x))  # what a next step goes in with

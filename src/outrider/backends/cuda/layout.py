@@ -254,6 +254,7 @@ def fill(rows: Rows, shape: Shape, scratch: int, numbers: Ints) -> int:
     at = 0
     for name, room in _fields(shape):
         values = rows.fields.get(name, ())
+        assert len(values) <= room, f"{len(values)} {name} in a pass that has room for {room}"
         numbers[at : at + len(values)] = values
         numbers[at + len(values) : at + room] = {"places": scratch, "groups": NOWHERE}.get(name, 0)
         at += _aligned(room)
