@@ -27,7 +27,7 @@ from outrider.models.head_spec import EagleSpec
 from outrider.train.batches import plan
 from outrider.train.distance import at_once, missed_by, pull_of
 from outrider.train.features import Batch, Features
-from outrider.train.headfile import begin_with, head_spec, write_head
+from outrider.train.headfile import begin_with, check_start, head_spec, write_head
 from outrider.train.net import EagleNet, Past
 from outrider.train.optimizer import Optimizer
 from outrider.train.settings import TrainSettings
@@ -89,9 +89,8 @@ class EagleTrainer:
         if (folder / CHECKPOINT).exists():
             self._resume(folder / CHECKPOINT)
         elif settings.start is not None:
-            if Path(settings.start).resolve() == folder.resolve():
-                raise ConfigError(f"{folder} cannot be begun with itself; choose another --out", param="start")
-            begin_with(self.net, Path(settings.start), self.made_for["fingerprint"], spec.num_layers, self.layers)
+            check_beginning(engine, settings, folder)
+            begin_with(self.net, Path(settings.start))
 
     def run(self, report: Callable[[Report], None], *, until: int | None = None) -> None:
         """To the last update, or to number `until` (and then it can go on another time)."""
@@ -280,6 +279,17 @@ def layers_of(engine: Engine) -> tuple[int, ...]:
             param="model",
         )
     return layers
+
+
+def check_beginning(engine: Engine, settings: TrainSettings, folder: Path) -> None:
+    """A run that is not under way yet can begin as its settings say; else a ConfigError, or a ModelFileError."""
+    if settings.start is None or (folder / CHECKPOINT).exists():
+        return
+    target: Any = engine.loop.target
+    if Path(settings.start).resolve() == folder.resolve():
+        raise ConfigError(f"{folder} cannot be begun with itself; choose another --out", param="start")
+    fingerprint = getattr(target, "fingerprint", None)
+    check_start(Path(settings.start), fingerprint, target.spec.num_layers, layers_of(engine))
 
 
 def most_said(texts: Texts, count: int | None, num_columns: int) -> list[int] | None:

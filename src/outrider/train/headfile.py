@@ -20,6 +20,7 @@ from outrider.train.net import NAMES, EagleNet, exported
 from outrider.train.settings import write_whole
 
 LAYERS = 1
+WEIGHTS = "model.safetensors"
 
 
 def head_spec(target: TransformerSpec) -> TransformerSpec:
@@ -97,20 +98,25 @@ def write_head(
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / "model.tmp.safetensors"
     save_file(tensors, beside)
-    beside.replace(folder / "model.safetensors")
+    beside.replace(folder / WEIGHTS)
     _write_config(folder, config)
 
 
-def begin_with(net: EagleNet, folder: Path, fingerprint: str | None, num_layers: int, layers: Sequence[int]) -> None:
-    """The weights of a head that was trained before, for the same target (of so many layers, of which it reads these);
-    the tokens it chooses among may be others."""
+def check_start(folder: Path, fingerprint: str | None, num_layers: int, layers: Sequence[int]) -> None:
+    """Whether a head can be begun with for a target of so many layers, of which these are read; else a ConfigError, or
+    a ModelFileError where there is none."""
     file = open_head(folder)
-    if isinstance(file.spec, EagleSpec) and file.spec.layers_of(num_layers) != tuple(layers):
-        raise ConfigError(f"{folder} reads other layers than {list(layers)}; begin with none", param="start")
+    if not isinstance(file.spec, EagleSpec) or not (folder / WEIGHTS).is_file():
+        raise ConfigError(f"{folder} holds no EAGLE head in the layout that is written here", param="start")
     if file.made_for != fingerprint:
         raise ConfigError(f"{folder} was made for another model or other weights of it; begin with none", param="start")
-    tensors = load_file(folder / "model.safetensors")
-    state = net.state_dict()
+    if file.spec.layers_of(num_layers) != tuple(layers):
+        raise ConfigError(f"{folder} reads other layers than {list(layers)}; begin with none", param="start")
+
+
+def begin_with(net: EagleNet, folder: Path) -> None:
+    """The weights of a head that was trained before. The tokens it chooses among may be others."""
+    tensors, state = load_file(folder / WEIGHTS), net.state_dict()
     for ours, theirs in NAMES.items():
         if theirs not in tensors or tensors[theirs].shape != state[ours].shape:
             raise ConfigError(f"{folder} is another kind of head than what is trained here ({theirs})", param="start")

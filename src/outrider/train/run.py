@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
-from outrider.train.eagle import EagleTrainer, Report, layers_of
+from outrider.train.eagle import EagleTrainer, Report, check_beginning, layers_of
 from outrider.train.headfile import note_kept
 from outrider.train.settings import TrainSettings, check_same
 from outrider.train.texts import FILE as TEXTS
@@ -42,6 +42,7 @@ def train(
     room = max(2 * settings.tokens, SCHEDULING.max_batch // 2 * (settings.length + settings.max_tokens))
     with Engine.load(settings.model, cache_tokens=room, **loading) as engine:
         layers_of(engine)  # says so now where no head can sit, not after an hour of answers
+        check_beginning(engine, settings, folder)  # the same
         texts = gather(engine, settings, folder, say)
         trainer = EagleTrainer(engine, texts, settings, folder)
         say(f"{len(texts.tokens)} texts, {sum(map(len, texts.tokens))} tokens; update {trainer.update} is next")
