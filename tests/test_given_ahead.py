@@ -57,7 +57,7 @@ class Device(MockBackend):
         self.queues_drafts = queues_drafts
         self.following = [int(np.argmax(self.logits_after([token]))) for token in range(MODEL.vocab_size)]
 
-    def pass_s(self, jobs: int, rows: int, context: int = 0) -> float:
+    def pass_s(self, jobs: int, rows: int, context: int = 0, hidden: Sequence[int] = ()) -> float:
         return between(PASS_MS, jobs * rows)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:

@@ -17,8 +17,9 @@ from outrider.backends.cuda.head_chain import HeadChain
 from outrider.backends.cuda.measuring import MeasuredPasses
 from outrider.backends.cuda.sampling import DeviceSampling
 from outrider.draft.eagle import EagleDrafter
+from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.pricing import measure
+from outrider.engine.pricing import measure, rehearse
 from outrider.kv.pages import Pages
 from outrider.models.opening import open_model
 from sampling_twins import by_twins  # noqa: F401 - a fixture
@@ -114,9 +115,26 @@ def test_costs_of_a_head_are_measured_beforehand(
     assert measure(target, [drafter], 4, 3) is None, "on a CPU there is nothing to learn"
     monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
     prices = measure(target, [drafter], 4, 3)
-    assert prices is not None and sorted(prices.drafts["eagle"]) == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    assert prices is not None and sorted(prices.drafts["eagle"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
     assert all(seconds > 0.0 for seconds in prices.drafts["eagle"].values())
     assert not target.pages.leases and drafter.draft_s(200, 1) is None
+    hidden = {key[1] for key in target._programs}
+    assert hidden == {tuple(drafter.hidden)}, "passes are measured, and built, as the head needs them"
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_nonsense_is_answered_before_anybody_asks(model: Any, path: Path, tmp_path: Path) -> None:
+    """What is built for a first answer is there, and nothing else is left of it."""
+    save_head(tmp_path, "eagle3", model)
+    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
+    target.ops = DeviceSampling(torch.device("cpu"))
+    target.ops.foresee, target.ops.may_defer = target.foresee, True
+    drafter = EagleDrafter.load(tmp_path, target)
+    suffix = SuffixDrafter()
+    rehearse(target, [drafter, suffix])
+    roller: Any = drafter._roller
+    assert roller._chains and roller._programs and not target.pages.leases and not drafter.seats
+    assert not any(suffix.past._texts), "who remembers answers does not hear these"
 
 
 @pytest.mark.usefixtures("by_twins")

@@ -223,6 +223,21 @@ def test_draft_costs_keep_reading_apart() -> None:
     assert costs.seconds(4, 8.0, passes) > 2.0
 
 
+def test_a_reading_that_built_something_does_not_end_drafting() -> None:
+    """Once a second is spent on graphs, a drafter would never be asked again, and so never be measured again."""
+    passes, costs = CostCurve(), DraftCosts()
+    for rows in (1, 20):
+        passes.add(rows, 1e-3)
+    costs.add(1e-3, 4, 1.0, 1, passes)
+    costs.add(1.0, 4, 1.0, 20, passes)
+    costs.add(1e-3, 4, 1.0, 1, passes)
+    assert costs.read_s == pytest.approx(1e-3 / 20), "as slow as the target itself, at most"
+    for _ in range(20):  # but if it goes on like that, it is so
+        costs.add(0.1, 4, 1.0, 20, passes)
+        costs.add(1e-3, 4, 1.0, 1, passes)
+    assert costs.read_s > 3e-3
+
+
 def rounds(record: DrafterRecord, job: JobRecord, share: float, count: int, start: int = 0, width: int = 4) -> int:
     """Rounds with a draft that is right with probability `share`; returns after how many a change was noticed."""
     generator, length, noticed = random.Random(1), start, 0

@@ -192,8 +192,9 @@ class Measured(Protocol):
     """A model whose costs can be measured before anybody asks. Seconds of the device, of work that is queued; None
     where so many sequences have no room, or it cannot do that."""
 
-    def pass_s(self, jobs: int, rows: int, context: int = 0) -> float | None:
-        """Of a pass with `rows` tokens for each of so many sequences, which hold `context` before that."""
+    def pass_s(self, jobs: int, rows: int, context: int = 0, hidden: Sequence[int] = ()) -> float | None:
+        """Of a pass with `rows` tokens for each of so many sequences, which hold `context` before that; with the hidden
+        states after these layers."""
 
     def roll_s(self, jobs: int, steps: int, context: int = 0) -> float | None:
         """Of `Rolling.roll`."""

@@ -113,6 +113,8 @@ class EagleDrafter:
         may_follow = getattr(self._roller, "may_follow", None)
         if may_follow is None or len(set(rooms)) > 1 or drafts.probs is not None:
             return
+        if any(job.limit - len(job.tokens) - 1 <= room for job, room in zip(jobs, rooms, strict=True)):
+            return  # an answer ends: what comes next, if something does, has another width, and is built for that
         if may_follow(len(jobs), rooms[0]):
             drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
 

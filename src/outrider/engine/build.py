@@ -25,7 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
 from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
-from outrider.engine.pricing import measure
+from outrider.engine.pricing import measure, rehearse
 from outrider.engine.runner import require_torch, second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.models.own_heads import find_head
@@ -83,6 +83,8 @@ def build_engine(
         if first.backend.info.heads or not (is_presets and spec.method == "eagle")
     ]
     prices = None
+    if model.draft_device is None:
+        rehearse(first.backend, drafters)
     if speculation.width is None and model.draft_device is None:
         prices = measure(first.backend, drafters, scheduling.max_batch, speculation.max_width)
     return Engine(

@@ -3,6 +3,9 @@
 On a device that is given work ahead, a round's price shows only among others like it, and a try is dear: what came
 before and what comes after cannot be queued. So passes and draft steps are measured when the engine is built, as the
 device runs them when nobody keeps it waiting; rounds correct that, if it is not so.
+
+Kernels and graphs, too, are built when they are first needed, and that takes as long as dozens of rounds. What a single
+request needs is built here, by measuring it and by an answer to nonsense.
 """
 
 from __future__ import annotations
@@ -12,37 +15,59 @@ from typing import cast
 
 from outrider.backends.base import Backend, Measured
 from outrider.draft.base import Drafter, Priced
+from outrider.engine.engine import Engine
 from outrider.spec.width import Prices
 
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
+ROWS = (*range(1, 9), 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
 JOBS = (1, 4, 16, 64, 256)  # that are drafted for
-STEPS = (1, 4)
+STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
+FEW_STEPS = (1, 4)  # for others
+NONSENSE = 100  # tokens of a prompt: as many as are read in the way that prompts are
 
 
 def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_width: int) -> Prices | None:
     """None where there is nothing to measure: the device is given no work ahead, or no drafter can be."""
-    priced = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
-    if not target.ops.queues or not hasattr(target, "pass_s") or not priced:
+    if not drafters or not target.ops.queues or not hasattr(target, "pass_s"):
         return None
+    hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.hidden}))
+    passes = _passes(target, max_batch, max_width, hidden)
+    priced = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
     drafts = {drafter.name: found for drafter in priced if (found := _steps(drafter, max_batch, max_width))}
-    return Prices(_passes(target, max_batch, max_width), drafts) if drafts else None
+    return Prices(passes, drafts) if drafts else None
 
 
 def _steps(drafter: Drafter, max_batch: int, max_width: int) -> dict[tuple[int, int], float]:
     found: dict[tuple[int, int], float] = {}
     for jobs in sorted({min(jobs, max_batch) for jobs in JOBS}):
-        for steps in sorted({min(steps, max_width) for steps in STEPS}):
+        for steps in sorted({min(steps, max_width) for steps in STEPS.get(jobs, FEW_STEPS)}):
             seconds = cast(Priced, drafter).draft_s(jobs, steps)
             if seconds is not None:
                 found[jobs, steps] = seconds
     return found
 
 
-def _passes(target: Backend, max_batch: int, max_width: int) -> dict[int, float]:
+def _passes(target: Backend, max_batch: int, max_width: int, hidden: Sequence[int]) -> dict[int, float]:
     found: dict[int, float] = {}
     for rows in ROWS:
-        each = -(-rows // max_batch)  # tokens of one sequence
-        seconds = cast(Measured, target).pass_s(rows // each, each) if each <= 1 + max_width else None
+        # of one request as far as it may have drafts, then of several
+        each = rows if rows <= 1 + max_width else -(-rows // max_batch)
+        if each > 1 + max_width:
+            continue
+        seconds = cast(Measured, target).pass_s(rows // each, each, hidden=hidden)
         if seconds is not None:
             found[rows // each * each] = seconds
     return found
+
+
+def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
+    """Answers to nonsense by every draft that remembers none of them, plainly and with drafts."""
+    if not target.ops.queues or not hasattr(target, "pass_s"):
+        return
+    forgetful = [drafter for drafter in drafters if not getattr(drafter, "looks_up", False)]
+    for number, some in enumerate([[drafter] for drafter in forgetful] or [[]]):
+        with Engine(target, some) as engine:  # what it learns is forgotten with it
+            length = min(NONSENSE, target.info.context // 4)
+            for width in (0, 4) if some else (0,):
+                # never the same beginning: what is remembered of one would not be read again
+                prompt = [(7 * number + width + place) % target.info.vocab_size for place in range(length)]
+                engine.generate(prompt, max_tokens=16, temperature=0.0, width=width, ignore_eos=True)

@@ -278,7 +278,11 @@ class DraftCosts:
             self._reading = None
             self._num_readings = min(self._num_readings + 1, 3)
             sample = max(0.0, seconds - self.seconds(depth, jobs, passes)) / unread
-            self.read_s += (sample - self.read_s) / self._num_readings
+            # Clipped like a pass: the first may have built something, but the target itself reads so quickly
+            most = passes.seconds(unread) / unread if passes.is_known else sample
+            if self._num_readings > 1:
+                most = max(most, 2.0 * self.read_s)
+            self.read_s += (min(sample, most) - self.read_s) / self._num_readings
 
 
 def jobs_class(jobs: float) -> int:

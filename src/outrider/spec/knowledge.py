@@ -19,6 +19,7 @@ SOON_OVER = 64  # an answer with fewer tokens to come is not worth a measurement
 NEAR = 1.1  # passes whose rows differ by less cost about the same
 ENOUGH_ROUNDS = 6  # to compare trees with chains
 LUCK = 1.5  # standard deviations that more was kept than expected
+LATEST = 2.0  # plain passes that a round is late by at most, the first time
 CAUGHT_UP = 8  # unread tokens that cost nothing extra
 
 
@@ -161,8 +162,12 @@ class Knowledge:
             self.passes.hint(times.num_fed, pass_s)
 
     def _learn_late(self, num_jobs: int, late_s: float, *, drafts: bool) -> None:
+        """Clipped, like the seconds of a pass: a round that something disturbed says little."""
         key, late_s = (jobs_class(num_jobs), drafts), max(0.0, late_s)
-        self._late_s[key] = 0.5 * (late_s + self._late_s.get(key, late_s))
+        before = self._late_s.get(key)
+        most = LATEST * self.plain_s(num_jobs) if before is None else 2.0 * before
+        late_s = min(late_s, max(most, 0.5 * self.plain_s(num_jobs)))
+        self._late_s[key] = late_s if before is None else 0.5 * (late_s + before)
 
     def _compare(self, drafts: Drafts, times: PassTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         """Rounds with trees beside those with chains."""

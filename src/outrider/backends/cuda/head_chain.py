@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import Rows
@@ -133,8 +134,10 @@ class HeadChain:
             self._graph.replay()
             return
         self._compute()
-        if graphs and self._runs == RECORDED:
+        if graphs and self._runs >= RECORDED:
             self._graph = recorded(self.read.model, self._compute)
+        elif graphs:
+            novelty.note()  # it will not go on like this
 
     def _compute(self) -> None:
         head, read, step, shape = self._head, self.read, self.step, self.shape

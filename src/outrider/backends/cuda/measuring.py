@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -27,9 +27,9 @@ class MeasuredPasses(RollingPasses):
 
     measures_cpu = False  # for tests: on a CPU nothing runs ahead, so there is nothing to learn
 
-    def pass_s(self, jobs: int, rows: int, context: int = 0) -> float | None:
+    def pass_s(self, jobs: int, rows: int, context: int = 0, hidden: Sequence[int] = ()) -> float | None:
         with self.sequences(jobs, context, rows) as slots:
-            return None if slots is None else self.median_s(partial(self._pass, slots, context, rows))
+            return None if slots is None else self.median_s(partial(self._pass, slots, context, rows, hidden))
 
     def roll_s(self, jobs: int, steps: int, context: int = 0) -> float | None:
         with self.sequences(jobs, context, 1 + steps) as slots:
@@ -56,10 +56,10 @@ class MeasuredPasses(RollingPasses):
                 if slot in self.pages.leases:
                     self.pages.close(slot)
 
-    def _pass(self, slots: list[Slot], start: int, rows: int) -> None:
+    def _pass(self, slots: list[Slot], start: int, rows: int, hidden: Sequence[int]) -> None:
         count = len(slots)
         tokens = np.arange(rows * count) % self.info.vocab_size
-        self.score(Spans(slots, [start] * count, [rows] * count, [rows] * count, tokens))
+        self.score(Spans(slots, [start] * count, [rows] * count, [rows] * count, tokens), hidden)
         self._back(slots, start)
 
     def _roll_once(self, slots: list[Slot], start: int, steps: int) -> bool:

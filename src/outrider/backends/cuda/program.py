@@ -216,7 +216,13 @@ def recorded(model: Model, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
     # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
-    with _recording, torch.cuda.graph(graph, model.pool, model.stream, capture_error_mode="thread_local"):
-        compute()
+    # (`torch.cuda.graph` would give back all memory that is kept for later first, and the next rounds pay for that.)
+    with _recording, torch.cuda.stream(model.stream):
+        torch.cuda.synchronize()
+        graph.capture_begin(model.pool, capture_error_mode="thread_local")
+        try:
+            compute()
+        finally:
+            graph.capture_end()
     novelty.note()
     return graph
