@@ -48,6 +48,7 @@ def recorded(
     known: bool = False,
     max_tokens: int = 12,
     silent: list[int] | None = None,
+    prompts: Any = PROMPTS,
     **settings: Any,
 ) -> tuple[dict[tuple[int, ...], Any], Any]:
     """What was drafted behind which tokens, and the answers. known: the target has read the prompts before, without
@@ -82,8 +83,8 @@ def recorded(
     drafter.propose = watched  # type: ignore[method-assign]
     engine = Engine(target, [drafter])
     if known:
-        engine.generate(PROMPTS, max_tokens=2, width=0)
-    answers = engine.generate(PROMPTS, max_tokens=max_tokens, **settings)
+        engine.generate(prompts, max_tokens=2, width=0)
+    answers = engine.generate(prompts, max_tokens=max_tokens, **settings)
     assert any(gaps) == known
     is_chain = not settings.get("tree") and rolls
     assert any(taken) == is_chain or "width" not in settings, "the device had gone on by itself"
@@ -101,6 +102,27 @@ def test_guesses_are_those_of_a_head_that_is_looked_at(layout: str, model: Any, 
     ):
         ours, theirs = (recorded(path, tmp_path, rolls=rolls, **settings) for rolls in (True, False))
         assert ours == theirs and len(ours[0]) > 5
+
+
+@pytest.mark.usefixtures("by_twins")
+@pytest.mark.parametrize("layout", [EAGLE[0], EAGLE3[0]])
+def test_long_prompts_are_read_by_the_same_kernels(
+    layout: str, model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, and without the outputs that nobody asks for."""
+    save_head(tmp_path, layout, model)
+    monkeypatch.setattr("outrider.backends.cuda.eagle.GRAPH_ROWS", (1, 2, 4, 8, 16, 32))
+    prompts = [[(5 * number + place * place) % 101 for place in range(count)] for number, count in enumerate((70, 41))]
+    settings: Any = {"temperature": 0.0, "width": 3, "prompts": prompts}
+    read, sizes = HeadRoller.read, list[int]()
+
+    def watched(self: HeadRoller, entries: Any) -> bool:
+        sizes.extend(entries.counts)
+        return read(self, entries)
+
+    monkeypatch.setattr(HeadRoller, "read", watched)
+    ours, theirs = (recorded(path, tmp_path, rolls=rolls, **settings) for rolls in (True, False))
+    assert ours == theirs and len(ours[0]) > 5 and sorted(sizes) == [40, 69]
 
 
 @pytest.mark.usefixtures("by_twins")

@@ -407,8 +407,8 @@ def test_costs_are_measured_beforehand(model: RandomFile, monkeypatch: pytest.Mo
     assert measure_prices(target, drafters, 4, 3) is None, "on a CPU there is nothing to learn"
     monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
     prices = measure_prices(target, drafters, 4, 3)
-    assert prices is not None and list(prices.passes) == [1, 2, 4, 8, 16]
-    assert sorted(prices.drafts["model"]) == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    assert prices is not None and list(prices.passes) == [1, 2, 3, 4, 6, 8, 16]
+    assert sorted(prices.drafts["model"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
     assert all(seconds > 0.0 for seconds in (*prices.passes.values(), *prices.drafts["model"].values()))
     assert measure_prices(target, [LayerSkipDrafter(target.view(1))], 4, 3) is None, "its rounds are not queued"
     assert not pages.leases and target.pass_s(200, 1) is None, "nothing is left open, not even where there is no room"

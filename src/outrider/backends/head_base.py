@@ -60,21 +60,41 @@ class Judged:
 
 
 class Roller(Protocol):
-    """Lets a head guess on by itself. One on a GPU can `grow` trees, too, and go on behind a verdict that the host does
-    not know yet (`backends.cuda.eagle`):
-
-        may_follow(jobs, count)             roll_on(judged, steps, drawing)
-
-    The first says whether so many chains are few enough for that. The second reads the entries of all that stays and
-    draws `steps` tokens for each slot. Nobody's length changes. Returns fused hidden states of the rows, which are good
-    until the next such call, or None where it cannot.
-    """
+    """Lets a head guess on by itself."""
 
     def roll(self, entries: Entries, steps: int, drawing: Drawing) -> bool:
         """Read entries, whose last outputs are drawn from; then guess on until `steps` tokens are drawn for each slot.
 
         False: it cannot, and nothing changed.
         """
+
+
+class DeviceRoller(Roller, Protocol):
+    """One on a device that works while the host does something else (`backends.cuda.eagle`)."""
+
+    def read(self, entries: Entries) -> bool:
+        """Read entries whose outputs nobody wants: those of prompts. False: it cannot, and nothing changed."""
+
+    def grow(
+        self, entries: Entries, levels: int, per: int, warps: Sequence[tuple[float, float]]
+    ) -> tuple[Any, Any, Any] | None:
+        """Read entries and grow a tree behind each: level by level the `per` likeliest children of `per` tips, of which
+        the likeliest are the next tips. Tokens, parents (-1 is the last token before the tree) and logarithms of how
+        likely nodes are, their ancestors included; on the host, [B, nodes]. None: it cannot, and nothing changed.
+
+        warps: temperature and the logarithm of min_p of each.
+        """
+
+    def may_follow(self, jobs: int, count: int) -> bool:
+        """Whether chains of so many drafts for so many jobs are small enough for `roll_on`."""
+
+    def roll_on(self, judged: Judged, steps: int, drawing: Drawing) -> Array | None:
+        """Go on behind a verdict that the host does not know yet: read the entries of all that stays, and draw `steps`
+        tokens for each slot. Nobody's length changes. Returns fused hidden states of the rows, which are good until the
+        next such call, or None where it cannot."""
+
+    def roll_s(self, jobs: int, steps: int) -> float | None:
+        """Seconds of the device for that, of work that is queued; None where so many have no room."""
 
 
 class Head(Protocol):

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from outrider.backends.base import Backend, HeadHost
-from outrider.backends.head_base import Entries, Head, Judged
+from outrider.backends.head_base import DeviceRoller, Entries, Head, Judged
 from outrider.draft.eagle_seat import Given, Queue, Seat
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
@@ -51,6 +51,10 @@ class EagleDrafter:
         self._told: set[int] = set()  # jobs whose gap was reported
         self._queue: Queue | None = None
 
+    @property
+    def _device(self) -> DeviceRoller | None:
+        return cast(DeviceRoller, self._roller) if hasattr(self._roller, "roll_on") else None
+
     @classmethod
     def load(cls, path: Path | str, target: Backend) -> EagleDrafter:
         assert target.info.heads, f"heads cannot sit on {target.info.name}"
@@ -70,8 +74,7 @@ class EagleDrafter:
 
     def draft_s(self, jobs: int, steps: int) -> float | None:
         """See `draft.base.Priced`."""
-        measure = getattr(self._roller, "roll_s", None)
-        return None if measure is None else measure(jobs, steps)
+        return None if self._device is None else self._device.roll_s(jobs, steps)
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
@@ -110,12 +113,11 @@ class EagleDrafter:
     def _fill(self, jobs: Sequence[Job], rooms: Sequence[int], steps: int, drawing: Drawing, drafts: Drafts) -> None:
         """What was drawn as drafts, behind whose verdict the device may go on."""
         fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
-        may_follow = getattr(self._roller, "may_follow", None)
-        if may_follow is None or len(set(rooms)) > 1 or drafts.probs is not None:
+        if self._device is None or len(set(rooms)) > 1 or drafts.probs is not None:
             return
         if any(job.limit - len(job.tokens) - 1 <= room for job, room in zip(jobs, rooms, strict=True)):
             return  # an answer ends: what comes next, if something does, has another width, and is built for that
-        if may_follow(len(jobs), rooms[0]):
+        if self._device.may_follow(len(jobs), rooms[0]):
             drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
 
     def _follow(
@@ -133,7 +135,8 @@ class EagleDrafter:
             return None
         slots, firsts, starts = ([getattr(seat, name) for seat in seats] for name in ("slot", "first", "read"))
         judged = Judged(slots, firsts, starts, count, drafts.tokens, accepted, following, states)
-        fused = cast(Any, self._roller).roll_on(judged, count, drawing)
+        assert self._device is not None, "it is what goes on"
+        fused = self._device.roll_on(judged, count, drawing)
         if fused is None:
             return None
         pages = [list(self.head.pages.leases[slot].pages) for slot in slots]
@@ -175,8 +178,7 @@ class EagleDrafter:
         look, and nothing was read."""
         active = [index for index, room in enumerate(rooms) if room]
         some = [jobs[index] for index in active]
-        let_grow = getattr(self._roller, "grow", None)
-        if let_grow is None or not active or not all(trees[index] for index in active):
+        if self._device is None or not active or not all(trees[index] for index in active):
             return False
         if any(job.rule == "coupled" and job.params.temperature > 0.0 for job in some):  # noise decides there
             return False
@@ -185,7 +187,7 @@ class EagleDrafter:
         levels = min(DEPTH, max(rooms[index] for index in active), 1 + min(feeds[index] for index in active) // LEVEL)
         seats = [self.seats[job.id] for job in some]
         counts = [len(seat.pending) for seat in seats]
-        grown = let_grow(self._pending(some, seats, counts), levels, LEVEL, [_warp(job) for job in some])
+        grown = self._device.grow(self._pending(some, seats, counts), levels, LEVEL, [_warp(job) for job in some])
         if grown is None:
             return False
         for seat, count in zip(seats, counts, strict=True):
@@ -249,8 +251,18 @@ class EagleDrafter:
         long = [job for job in jobs if len(self.seats[job.id].pending) > MOST_PENDING]
         if long:
             # The last one waits: its entry lies past the target's length, where pages may be taken away.
-            self._read_pending(long, spare=1)
+            self._read_ahead(long)
         return int(bool(long))
+
+    def _read_ahead(self, jobs: Sequence[Job]) -> None:
+        """What is pending but for the last, whose output will be wanted."""
+        seats = [self.seats[job.id] for job in jobs]
+        counts = [len(seat.pending) - 1 for seat in seats]
+        entries = self._pending(jobs, seats, counts)
+        if self._device is None or not self._device.read(entries):
+            self.head.read(entries)
+        for seat, count in zip(seats, counts, strict=True):
+            self._has_read(seat, count)
 
     def forget(self, job: Job) -> None:
         self.seats.pop(job.id, None)
@@ -311,10 +323,10 @@ class EagleDrafter:
         if not seat.gap and length > pages.length(seat.slot, self.head.number):
             pages.advance(seat.slot, self.head.number, length)
 
-    def _read_pending(self, jobs: Sequence[Job], *, spare: int = 0) -> list[Array]:
-        """One pass over what is pending (all but `spare`). Returns the outputs, job by job. [n, width] each"""
+    def _read_pending(self, jobs: Sequence[Job]) -> list[Array]:
+        """One pass over what is pending. Returns the outputs, job by job. [n, width] each"""
         seats = [self.seats[job.id] for job in jobs]
-        counts = [len(seat.pending) - spare for seat in seats]
+        counts = [len(seat.pending) for seat in seats]
         outputs = self.head.read(self._pending(jobs, seats, counts))
         for seat, count in zip(seats, counts, strict=True):
             self._has_read(seat, count)

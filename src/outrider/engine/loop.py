@@ -117,7 +117,7 @@ class Loop:
             if not self.width.stands(plan):
                 drafts.follow = None  # what is asked for next may be something else
             # ONE pass: prompt chunks, pending tokens and drafts alike
-            scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan))
+            scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan, drafts))
             score_s = timer.lap()
             verdicts = judge(self.target, plan, drafts, scores)
             num_fed = sum(scores.fed)

@@ -11,7 +11,8 @@ request needs is built here, by measuring it and by an answer to nonsense.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from itertools import count
+from typing import Any, cast
 
 from outrider.backends.base import Backend, Measured
 from outrider.draft.base import Drafter, Priced
@@ -22,7 +23,7 @@ ROWS = (*range(1, 9), 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
 JOBS = (1, 4, 16, 64, 256)  # that are drafted for
 STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
 FEW_STEPS = (1, 4)  # for others
-NONSENSE = 100  # tokens of a prompt: as many as are read in the way that prompts are
+PROMPTS = (9, 20, 40, 60, 100)  # tokens: one for each way in which prompts are read
 
 
 def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_width: int) -> Prices | None:
@@ -48,26 +49,32 @@ def _steps(drafter: Drafter, max_batch: int, max_width: int) -> dict[tuple[int, 
 
 def _passes(target: Backend, max_batch: int, max_width: int, hidden: Sequence[int]) -> dict[int, float]:
     found: dict[int, float] = {}
-    for rows in ROWS:
-        # of one request as far as it may have drafts, then of several
+    for rows in ROWS:  # of one request as far as it may have drafts, then of several
         each = rows if rows <= 1 + max_width else -(-rows // max_batch)
-        if each > 1 + max_width:
-            continue
-        seconds = cast(Measured, target).pass_s(rows // each, each, hidden=hidden)
-        if seconds is not None:
-            found[rows // each * each] = seconds
+        jobs = rows // each
+        if each <= 1 + max_width and jobs * each not in found:
+            seconds = cast(Measured, target).pass_s(jobs, each, hidden=hidden)
+            if seconds is not None:
+                found[jobs * each] = seconds
     return found
 
 
 def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
-    """Answers to nonsense by every draft that remembers none of them, plainly and with drafts."""
+    """Answers to nonsense by every draft that remembers none of them: plainly, with chains and with trees."""
     if not target.ops.queues or not hasattr(target, "pass_s"):
         return
     forgetful = [drafter for drafter in drafters if not getattr(drafter, "looks_up", False)]
-    for number, some in enumerate([[drafter] for drafter in forgetful] or [[]]):
+    beginnings = count()  # never the same one: what is remembered would not be read again
+    for some in [[drafter] for drafter in forgetful] or [[]]:
         with Engine(target, some) as engine:  # what it learns is forgotten with it
-            length = min(NONSENSE, target.info.context // 4)
-            for width in (0, 4) if some else (0,):
-                # never the same beginning: what is remembered of one would not be read again
-                prompt = [(7 * number + width + place) % target.info.vocab_size for place in range(length)]
-                engine.generate(prompt, max_tokens=16, temperature=0.0, width=width, ignore_eos=True)
+            for length in PROMPTS:
+                _answer(engine, next(beginnings), length, max_tokens=2, width=0)
+            if some:
+                _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=4)
+                _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=8, tree=target.info.trees)
+
+
+def _answer(engine: Engine, first: int, length: int, **settings: Any) -> None:
+    info = engine.loop.target.info
+    prompt = [(first + place) % info.vocab_size for place in range(min(length, info.context // 4))]
+    engine.generate(prompt, temperature=0.0, ignore_eos=True, **settings)

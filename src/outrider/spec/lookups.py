@@ -30,6 +30,8 @@ MEMORY = 200.0  # judged tokens that a class remembers
 FIRST_GAIN = 0.1  # tokens that asking is thought to bring, at first
 FIRST_COST = 0.02  # of a pass: what asking is thought to cost, at first
 FOLLOW = 0.1  # how quickly means follow
+QUICKLY = 0.3  # the same, of whether something is found
+SELDOM = 0.3  # of the times that it is asked for: it is thought that nothing will be found then
 SLOWLY = 0.02  # and that of all requests
 AROUND = 2.0  # asking costs so many times what the drafter takes: choosing, cutting and learning come with it
 NAP = 12  # rounds that a request is left alone when asking does not pay; again and again, twice as many each time,
@@ -133,11 +135,12 @@ class Found(NamedTuple):
 class Account:
     """What lookups did for one job."""
 
-    __slots__ = ("gain", "nap", "naps", "odds")
+    __slots__ = ("found", "gain", "nap", "naps", "odds")
 
     def __init__(self, gain: float) -> None:
         self.odds = Odds()  # of what is found for it, beside others
         self.gain = gain  # tokens that asking brings on average, rows paid
+        self.found = 0.0  # how often something was found that is worth its rows
         self.nap = 0  # rounds it is left alone
         self.naps = 0  # one after another
 
@@ -203,7 +206,7 @@ class Lookups:
         if not self._plain_rate:  # all widths are fixed
             return counts
         seconds = AROUND * self._cost_s.get(drafter, FIRST_COST / self._plain_rate)
-        if len(self._round_s) == 2:  # a GPU is not told what comes next while somebody is asked: that costs, too
+        if len(self._round_s) == 2:  # a GPU that is not told what comes next waits for it: that costs, too
             seconds = max(seconds, self._round_s[True] - self._round_s[False])
         cost = seconds * self._plain_rate / len(jobs)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
@@ -212,6 +215,7 @@ class Lookups:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
                 if gain < self.rivals.get(job.id, 0.0):
                     counts[index] = 0
+                account.found += QUICKLY * ((counts[index] > 0) - account.found)
                 account.gain += FOLLOW * (gain - account.gain)
                 self._gain += SLOWLY * (gain - self._gain)
                 self._lay_down(account, cost)
@@ -227,9 +231,10 @@ class Lookups:
         account.naps = min(account.naps + 1, 8)
 
     def rests(self, job: Job) -> bool:
-        """Whether the job will be left alone in the next round, too."""
+        """Whether the job will most likely get nothing in the next round: it is left alone, or little was found. A GPU
+        goes on as if so; if something is found after all, one small pass was for nothing."""
         account = self._accounts.get(job.id)
-        return account is not None and account.nap > 0
+        return account is not None and (account.nap > 0 or account.found < SELDOM)
 
     def _weigh(
         self, drafter: str, job: Job, account: Account, matched: int, proposal: Sequence[int]

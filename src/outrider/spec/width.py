@@ -75,12 +75,13 @@ class WidthChooser:
         self._max_width = max_width
         self.controller = controller
 
-    def goes_on(self, plan: Plan) -> list[int]:
-        """Which deciding jobs most likely go on as they do now: plainly, if all are plain, or with as many drafts."""
+    def goes_on(self, plan: Plan, drafts: Drafts) -> list[int]:
+        """Which deciding jobs most likely go on as they do now: plainly, if nothing is drafted, or with as many."""
         jobs = plan.deciding
         if plan.reading:
             return []
-        if any(ask.width for asks in plan.asks for ask in asks):
+        is_asked = any(ask.width for asks in plan.asks for ask in asks)
+        if any(drafts.counts) or (is_asked and all(job.width is not None for job in jobs)):
             is_sure = all(job.width is not None for job in jobs) or self.controller.stands(surely=True)
             return list(range(len(jobs))) if is_sure else []
         free = [job for job in jobs if job.drafters and job.width is None]

@@ -108,7 +108,7 @@ class HeadRoller:
             pool=target.pool,
             stream=target.stream,
         )
-        self._programs: dict[Shape, HeadProgram] = {}
+        self._programs: dict[tuple[Shape, bool], HeadProgram] = {}  # and whether it only reads
         self._chains: dict[ChainShape, HeadChain] = {}
         self._work: dict[int, Work] = {}  # by rows: programs run one after another
         angles = torch.arange(head.context + SPARE, device=self._device)[:, None] * self._model.frequencies
@@ -143,12 +143,32 @@ class HeadRoller:
             drawing.step(program.rows[:count])
         return True
 
+    def read(self, entries: Entries) -> bool:
+        """`head_base.DeviceRoller.read`."""
+        slots, starts, counts = entries.slots, entries.starts, entries.counts
+        if entries.parents or any(first % self._head.pages.page_size for first in entries.firsts):
+            return False
+        ends = [start + count + 1 for start, count in zip(starts, counts, strict=True)]
+        if not all(map(self._head.pages.make_room, slots, ends)):
+            return False
+        at = 0
+        with torch.inference_mode(), on(self._device):
+            for slot, first, start, count in zip(slots, entries.firsts, starts, counts, strict=True):
+                for begin in range(0, count, GRAPH_ROWS[-1]):
+                    size = min(GRAPH_ROWS[-1], count - begin)
+                    staged = self._arrange([slot], [first], [start + begin], [size], 0)
+                    program = self._program(staged, reads=True)
+                    program.stage(staged.rows)
+                    program.given[:size] = entries.hidden[at : at + size]
+                    program.run(np.asarray(entries.tokens[at : at + size]))
+                    at += size
+        return True
+
     def may_follow(self, jobs: int, count: int) -> bool:
-        """Whether chains of so many drafts for so many jobs are small enough for `roll_on`."""
         return jobs * (count + 1) <= GRAPH_ROWS[-1]
 
     def roll_on(self, judged: Judged, steps: int, drawing: Drawing) -> Array | None:
-        """`head_base.Roller.roll_on`. One graph; rounds that keep rows beside tokens are for others."""
+        """`head_base.DeviceRoller.roll_on`. One graph; rounds that keep rows beside tokens are for others."""
         asked = getattr(drawing, "plainly", None)
         jobs, count, pages = len(judged.slots), judged.count, self._head.pages
         is_whole = not any(first % pages.page_size for first in judged.firsts)
@@ -174,7 +194,7 @@ class HeadRoller:
         return chain.fused
 
     def roll_s(self, jobs: int, steps: int) -> float | None:
-        """Seconds of the device for that, of work that is queued; None where so many have no room."""
+        """`head_base.DeviceRoller.roll_s`."""
         target: Any = self._head.target
         zeros = self._ones.new_zeros
         states = self._like.new_zeros(jobs * (steps + 1), self._head.spec.target_width)
@@ -219,11 +239,7 @@ class HeadRoller:
         return chain
 
     def grow(self, entries: Entries, levels: int, per: int, warps: Sequence[tuple[float, float]]) -> Grown | None:
-        """Read entries and grow a tree behind each: level by level the `per` likeliest children of `per` tips, of which
-        the likeliest are the next tips. One copy to the host, at the end. None: it cannot, and nothing changed.
-
-        warps: temperature and the logarithm of min_p of each.
-        """
+        """`head_base.DeviceRoller.grow`. One copy to the host, at the end."""
         count, fed = len(entries.slots), per * (levels - 1)
         if not self._is_for_us(entries):
             return None
@@ -317,10 +333,14 @@ class HeadRoller:
     ) -> HeadProgram:
         """A pass behind entries. parents: of the trees that all of them are, if they are."""
         staged = self._arrange(entries.slots, entries.firsts, starts, counts, ahead, parents)
-        program = self._programs.get(staged.shape)
-        if program is None or not _fits(program, staged):
-            program = self._programs[staged.shape] = self._build(staged)
+        program = self._program(staged)
         program.stage(staged.rows)
+        return program
+
+    def _program(self, staged: _Arranged, *, reads: bool = False) -> HeadProgram:
+        program = self._programs.get((staged.shape, reads))
+        if program is None or not _fits(program, staged):
+            program = self._programs[staged.shape, reads] = self._build(staged, reads=reads)
         return program
 
     def _arrange(
@@ -347,11 +367,11 @@ class HeadRoller:
         )
         return _Arranged(rows, Shape(graph_rows(sum(counts)), group_room(rows.num_groups), tile, rows.tree))
 
-    def _build(self, arranged: _Arranged) -> HeadProgram:
+    def _build(self, arranged: _Arranged, *, reads: bool = False) -> HeadProgram:
         (rows, shape), pages = arranged, self._head.pages
         longest = min(-(-self._head.context // pages.page_size) + 1, pages.num_pages)
         room = max(len(rows.table), shape.rows * longest)
         most = next(size for size in WORK_ROWS if size >= shape.rows)
         if most not in self._work:  # without logits: each program has its own
             self._work[most] = build_work(self._model.spec, most, self._like, num_wanted=0)
-        return HeadProgram(self._head, self._model, shape, room, self._work[most], self._turns)
+        return HeadProgram(self._head, self._model, shape, room, self._work[most], self._turns, reads=reads)

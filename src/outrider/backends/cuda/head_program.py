@@ -14,10 +14,20 @@ from outrider.backends.eagle_head import EagleHead
 class HeadProgram(Program):
     """A pass of the head over arrays of fixed sizes. `given` goes in beside the tokens: hidden states."""
 
-    def __init__(self, head: EagleHead, model: Model, shape: Shape, room: int, work: Work, table: torch.Tensor) -> None:
-        """table: how far each pair of a head turns at each position. [positions, pairs, 2]"""
+    def __init__(
+        self,
+        head: EagleHead,
+        model: Model,
+        shape: Shape,
+        room: int,
+        work: Work,
+        table: torch.Tensor,
+        *,
+        reads: bool = False,
+    ) -> None:
+        """table: how far each pair of a head turns at each position. [positions, pairs, 2]; reads: that is all."""
         super().__init__(model, shape, room, (), work)
-        self._head = head
+        self._head, self._reads = head, reads
         self.given = self.buffers.x.new_zeros(shape.rows, head.spec.layer.width)
         self.rows = self.given  # logits over the target's tokens, once it ran
         self._table = table
@@ -36,6 +46,8 @@ class HeadProgram(Program):
                 buffers.qkv, self.model.held[number], turns, layout["places"], constants.heads,
                 head_norm=norm, floor=constants.head_floor,
             )  # fmt: skip
+            if self._reads and layer is head.layers[-1]:
+                return  # keys and values are there, and what they see is nobody's concern
             self.model.kernels.attend(
                 buffers.qkv, self.model.held[number], buffers.seen, layout, constants.heads,
                 page_size=constants.page_size, window=None, scratch=buffers.scratch, skip=1,
