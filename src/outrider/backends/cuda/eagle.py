@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from outrider.backends.cuda.forward import Constants
-from outrider.backends.cuda.head_chain import ChainShape, HeadChain
+from outrider.backends.cuda.head_chain import RECORDED, ChainShape, HeadChain
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
@@ -127,6 +127,8 @@ class HeadRoller:
         if not all(pages.make_room(slot, end + steps + 1) for slot, end in zip(entries.slots, ends, strict=True)):
             return False
         with torch.inference_mode(), on(self._device):
+            if self._roll_at_once(entries, steps, drawing):
+                return True
             first = self._stage(entries, entries.starts, entries.counts, 0)
             first.given[: len(entries.tokens)] = entries.hidden
             self._run(first, np.asarray(entries.tokens))
@@ -174,24 +176,51 @@ class HeadRoller:
         is_whole = not any(first % pages.page_size for first in judged.firsts)
         if asked is None or not is_whole or not self.may_follow(jobs, count):
             return None
-        ends = [start + count + 2 + steps for start in judged.starts]  # if all drafts stay
-        if max(ends) > self._head.context or not all(map(pages.make_room, judged.slots, ends)):
-            return None
+        states = [torch.as_tensor(judged.states[layer]) for layer in self._head.hidden]
         with torch.inference_mode(), on(self._device):
-            chain = self._chain(judged, ends, ChainShape(jobs, count, steps))
-            drawn = chain.run(
-                judged.starts,
-                [torch.as_tensor(judged.states[layer]) for layer in self._head.hidden],
-                torch.as_tensor(judged.drafted),
-                torch.as_tensor(judged.accepted),
-                torch.as_tensor(judged.following),
-                asked,
-                graphs=self._has_graphs,
-            )
+            verdict = [torch.as_tensor(one) for one in (judged.drafted, judged.accepted, judged.following)]
+            chain = self._run_chain(judged, ChainShape(jobs, count, steps), states, verdict, asked, drawing)
+        if chain is None:
+            return None
         for slot in judged.slots:
             pages.leases[slot].written = len(pages.leases[slot].pages) * pages.page_size
-        drawing.take(drawn)  # type: ignore[attr-defined]
         return chain.fused
+
+    def _roll_at_once(self, entries: Entries, steps: int, drawing: Drawing) -> bool:
+        """`roll`, where so little is to be read that it can be as if chains had been judged: one graph."""
+        asked, counts = getattr(drawing, "plainly", None), entries.counts
+        if asked is None or max(counts) > steps + 1 or not self.may_follow(len(counts), steps):
+            return False
+        width, tokens, at = self._like.shape[1], np.zeros((len(counts), steps + 2), dtype=np.int32), 0
+        hidden = entries.hidden.new_zeros(len(counts), steps + 1, width)
+        for index, count in enumerate(counts):
+            *kept, following = entries.tokens[at : at + count]
+            tokens[index, : len(kept)], tokens[index, steps:] = kept, (count - 1, following)
+            hidden[index, :count] = entries.hidden[at : at + count]
+            at += count
+        there = sent(tokens, np.int32, self._device)
+        verdict = [there[:, :steps].contiguous(), there[:, steps], there[:, steps + 1]]
+        shape = ChainShape(len(counts), steps, steps, is_fused=True)
+        return self._run_chain(entries, shape, [hidden.flatten(0, 1)], verdict, asked, drawing) is not None
+
+    def _run_chain(
+        self,
+        where: Entries | Judged,
+        shape: ChainShape,
+        states: Sequence[torch.Tensor],
+        verdict: Sequence[torch.Tensor],
+        asked: tuple[torch.Tensor, torch.Tensor],
+        drawing: Drawing,
+    ) -> HeadChain | None:
+        """verdict: what was drafted, how much of it stays, and what follows. None: there is no room."""
+        ends = [start + shape.judged + 2 + shape.steps for start in where.starts]  # if all drafts stay
+        if max(ends) > self._head.context or not all(map(self._head.pages.make_room, where.slots, ends)):
+            return None
+        chain = self._chain(where, ends, shape)
+        drafted, accepted, following = verdict
+        drawn = chain.run(where.starts, states, drafted, accepted, following, asked, graphs=self._has_graphs)
+        drawing.take(drawn)  # type: ignore[attr-defined]
+        return chain
 
     def roll_s(self, jobs: int, steps: int) -> float | None:
         """`head_base.DeviceRoller.roll_s`."""
@@ -212,9 +241,13 @@ class HeadRoller:
                 return None if drawing is None else self.roll_on(judged, steps, drawing)
 
             seconds: float | None = None if run() is None else target.median_s(run)
+            hidden = self._like.new_zeros(jobs, self._like.shape[1])
+            entries = Entries(slots, [0] * jobs, [0] * jobs, [1] * jobs, [0] * jobs, hidden)
+            for _ in range(RECORDED):  # the beginning of a chain is another one, and is built here, too
+                self.roll(entries, steps, target.ops.drawing(greedy, steps))
             return seconds
 
-    def _chain(self, judged: Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
+    def _chain(self, judged: Entries | Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
         """For the pass that reads what stays, and the one that every step is. While sequences stay on their pages, they
         are not written down again: some are taken ahead."""
         pages, slots, firsts = self._head.pages, judged.slots, judged.firsts
@@ -222,8 +255,8 @@ class HeadRoller:
         if chain is not None and chain.goes_on(slots, firsts, leases, ends):
             return chain
         size = pages.page_size
-        for slot, end in zip(slots, ends, strict=True):  # no more than it was promised: others do not go short
-            pages.make_room(slot, min(end + min(AHEAD, pages.leases[slot].promised * size), self._head.context))
+        for slot, end in zip(slots, ends, strict=True):
+            pages.make_room(slot, min(end + min(AHEAD, pages.spare(slot)), self._head.context))
         leases = [pages.leases[slot].pages for slot in slots]
         ahead = min(len(ids) * size - end for ids, end in zip(leases, ends, strict=True))
         counts, once, starts = [shape.judged + 1] * shape.jobs, [1] * shape.jobs, [one + 1 for one in judged.starts]

@@ -1,6 +1,7 @@
 """What a head drafts behind a verdict that only the device knows: one graph, from the hidden states of the pass that
 was judged to the last token drawn. Where sequences lie the host writes down now and then; from one round to the next it
-says how far they have come since, and the device moves its notes on.
+says how far they have come since, and the device moves its notes on. A verdict that the host knows already is a case of
+that: its hidden states may be fused.
 
     judged    t  d1 d2 d3      the target's rows, hidden states h0 .. h3; d1 stays, then comes f
     read      (h0,d1) (h1,f) (h2,f) (h3,f)    all of them: what lies behind the last true one is written over
@@ -35,6 +36,7 @@ class ChainShape(NamedTuple):
     jobs: int
     judged: int
     steps: int
+    is_fused: bool = False  # the hidden states it is given are what entries take
 
 
 class _Places(NamedTuple):
@@ -57,7 +59,8 @@ class HeadChain:
         def integers(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.int32, device=device)
 
-        self._states = [like.new_empty(rows, head.spec.target_width) for _ in head.hidden]
+        states = [like.shape[1]] if shape.is_fused else [head.spec.target_width] * len(head.hidden)
+        self._states = [like.new_empty(rows, width) for width in states]
         self.fused = like.new_empty(rows, like.shape[1])  # of the rows that were read last
         self._accepted, self._following = integers(jobs), integers(jobs)
         self._drafted = integers(jobs, shape.judged + 1)  # the last column is nobody's
@@ -144,7 +147,7 @@ class HeadChain:
         is_kept = self._numbers < self._accepted[:, None]
         tokens = torch.where(is_kept, self._drafted, self._following[:, None]).clamp(min=0)
         read.move(tokens.flatten(), self._moved)
-        self.fused.copy_(head.fuse(self._states))
+        self.fused.copy_(self._states[0] if shape.is_fused else head.fuse(self._states))
         read.given[: len(self.fused)].copy_(self.fused)
         lasts = self._firsts + self._accepted
         read.compute(lasts)
