@@ -74,5 +74,6 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     for twin in (choose, spread, rule):
         monkeypatch.setattr(sampling, twin.__name__, twin)
     monkeypatch.setattr(head_chain, "choose", choose)
+    monkeypatch.setattr("outrider.backends.cuda.judged_chains.rule", rule)
     monkeypatch.setattr("outrider.backends.cuda.passes.array_of", lambda tensor: tensor)
     monkeypatch.setattr("outrider.backends.eagle_head.array_of", lambda tensor: tensor)

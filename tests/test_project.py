@@ -88,8 +88,29 @@ def test_what_runs_without_torch() -> None:
         "    except outrider.OutriderError as error:\n        print(module.name, 'torch')\n"
     )
     told = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
-    cuda = ["attending", "backend", "choosing", "eagle", "forward", "head_chain", "head_program", "judging", "kernels"]
-    cuda += ["launching", "layout", "measuring", "passes", "products", "program", "rolling", "sampling", "twins"]
+    cuda = [
+        "attending",
+        "backend",
+        "choosing",
+        "eagle",
+        "forward",
+        "head_chain",
+        "head_program",
+        "judged_chains",
+        "judging",
+    ]
+    cuda += [
+        "kernels",
+        "launching",
+        "layout",
+        "measuring",
+        "passes",
+        "products",
+        "program",
+        "rolling",
+        "sampling",
+        "twins",
+    ]
     theirs = ["attention", *(f"cuda.{name}" for name in cuda)]
     theirs += ["eagle_head", "forward", "heads", "hf", "hf_probe", "mamba", "medusa_head"]
     theirs += ["torch_common", "transformer", "weights"]

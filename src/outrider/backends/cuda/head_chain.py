@@ -138,7 +138,7 @@ class HeadChain:
             return
         self._compute()
         if graphs and self._runs >= RECORDED:
-            self._graph = recorded(self.read.model, self._compute)
+            self._graph = recorded(self.read.model.pool, self.read.model.stream, self._compute)
         elif graphs:
             novelty.note()  # it will not go on like this
 

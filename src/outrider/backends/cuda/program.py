@@ -172,7 +172,7 @@ class Program:
 
     def record(self) -> None:
         """From the next run on it is a graph. Has run at least once, so that nothing is built while recording."""
-        self._graph = recorded(self.model, self.compute)
+        self._graph = recorded(self.model.pool, self.model.stream, self.compute)
 
     def compute(self) -> None:
         """The pass itself, kernel by kernel, over what was staged."""
@@ -211,15 +211,15 @@ class Program:
         return dict(zip(self.hidden, some, strict=True))
 
 
-def recorded(model: Model, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """What it launches as a graph. It has run at least once, so that nothing is built while recording."""
     graph = torch.cuda.CUDAGraph()
     # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
     # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
     # (`torch.cuda.graph` would give back all memory that is kept for later first, and the next rounds pay for that.)
-    with _recording, torch.cuda.stream(model.stream):
+    with _recording, torch.cuda.stream(stream):
         torch.cuda.synchronize()
-        graph.capture_begin(model.pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             compute()
         finally:

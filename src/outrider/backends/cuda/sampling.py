@@ -20,7 +20,8 @@ import torch
 
 from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose, spread
-from outrider.backends.cuda.judging import JOB, ROW, rule
+from outrider.backends.cuda.judged_chains import JudgedChains, Kind
+from outrider.backends.cuda.judging import JOB, OUT, ROW, rule
 from outrider.backends.torch_common import on, sent
 from outrider.errors import DraftError, OutriderError
 from outrider.sampling.noise import Stream
@@ -30,6 +31,7 @@ from outrider.sampling.warp import is_simple, shape
 from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
 
 log = logging.getLogger("outrider")
+MOST_RECORDED = 8  # jobs whose verdicts are graphs: larger batches come in more kinds
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -95,6 +97,8 @@ class DeviceSampling(SamplingOps):
         self._settings: dict[Hashable, Settings] = {}
         self._nothings: dict[Hashable, torch.Tensor] = {}
         self._forms: dict[Hashable, Form] = {}
+        self._judged_chains: dict[Hashable, JudgedChains] = {}
+        self._recording: tuple[Any, Any] | None = None
 
     @property
     def queues(self) -> bool:
@@ -187,21 +191,8 @@ class DeviceSampling(SamplingOps):
             self.known = Known(chosen, following, np.zeros_like(following))
         else:
             there = remember(form.there, tuple(settings.weighs), lambda: self._about(form, settings))
-            tokens = torch.as_tensor(drafts.tokens)
-            out, _ = rule(
-                logits,
-                tokens.clamp(min=0) if drafts.is_deferred else tokens,
-                drafts.probs,
-                asked,
-                there,
-                settings.warmth,
-                rejects=any(settings.weighs),
-                branches=bool(drafts.parents),
-            )
-            numbers, follow = out.flatten(), drafts.follow
-            if drafts._proposals is None:
-                numbers = torch.cat([numbers, tokens.int()])
-            meanwhile = None
+            numbers, follow = self._ruled(logits, drafts, asked, there, settings), drafts.follow
+            out, meanwhile = numbers[: there.shape[0] * OUT.value].view(-1, OUT.value), None
             if follow is not None:
                 meanwhile = partial(self._go_on, follow, out[:, 0] - there[:, 0], out[:, 1], states)
             told = self._told(numbers, meanwhile, drafts.watch)
@@ -221,6 +212,26 @@ class DeviceSampling(SamplingOps):
         can_be = drafts.may_be_queued or not any(drafts.counts)
         verdicts.is_late = self.queues and not self.follows and can_be
         return verdicts
+
+    def _ruled(
+        self, logits: torch.Tensor, drafts: Drafts, asked: torch.Tensor, there: torch.Tensor, settings: Settings
+    ) -> torch.Tensor:
+        """What `rule` says, and behind it the drafts that the host has not seen yet. [n] int32"""
+        tokens, rejects, branches = torch.as_tensor(drafts.tokens), any(settings.weighs), bool(drafts.parents)
+        is_unseen = drafts._proposals is None
+        if is_unseen and not rejects and not branches and len(there) <= MOST_RECORDED:
+            kind = Kind(logits.shape[0], logits.shape[1], len(tokens), len(there))
+            chains = remember(self._judged_chains, kind, lambda: JudgedChains(kind, (asked, there), self._graphs()))
+            return chains.run(logits, tokens, asked, there, settings.warmth)
+        judged = tokens.clamp(min=0) if drafts.is_deferred else tokens
+        out, _ = rule(logits, judged, drafts.probs, asked, there, settings.warmth, rejects=rejects, branches=branches)
+        return torch.cat([out.flatten(), tokens.int()]) if is_unseen else out.flatten()
+
+    def _graphs(self) -> tuple[Any, Any] | None:
+        """Memory and a stream for them."""
+        if self.device.type == "cuda" and self._recording is None:
+            self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._recording
 
     def _asked(self, form: Form, jobs: Sequence[Job], settings: Settings) -> torch.Tensor:
         """Rows as `judging` takes them."""
