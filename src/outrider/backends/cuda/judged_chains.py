@@ -56,10 +56,11 @@ class JudgedChains:
             self._graph.replay()
             return self._numbers
         self._compute()
+        numbers = self._numbers
         if self._where is not None and self._runs >= RECORDED:
             pool, stream = self._where
-            self._graph = recorded(pool, stream, self._compute)
-        return self._numbers
+            self._graph = recorded(pool, stream, self._compute)  # `_numbers` are the graph's now, and not yet computed
+        return numbers
 
     def _compute(self) -> None:
         tokens = self._tokens.clamp(min=0)  # -1: a row that could not be used
