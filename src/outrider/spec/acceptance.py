@@ -25,6 +25,7 @@ RESTING = 16  # emitted tokens without a draft after which that is looked at
 CHANGE = 8.0  # factor between the odds of two states
 OFFSET_WEIGHT = 16.0  # judged tokens after which a request's first guess counts for a quarter
 APART = 0.5  # in log odds: less is chance
+FEW = 2.0  # requests: what they show of the next one is halved by that, since they differ
 REQUESTS = 8.0  # that a drafter's mean over requests remembers
 ENOUGH = 8.0  # judged tokens of a request that tell something of it
 BEGINNING = 32.0  # judged tokens of one: later it may say the same again and again, as others do not from the start
@@ -185,7 +186,8 @@ class DrafterRecord:
     @property
     def offset(self) -> float:
         """Log odds of a request that nothing is known of, against those of all tokens of late."""
-        offset = _log_odds(self._request_mean) - _log_odds(self.mean) if self._num_requests >= 2.0 else 0.0
+        count = self._num_requests
+        offset = count / (count + FEW) * (_log_odds(self._request_mean) - _log_odds(self.mean)) if count else 0.0
         return offset if abs(offset) > APART else 0.0
 
     @property
