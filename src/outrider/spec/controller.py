@@ -77,7 +77,7 @@ class AdaptiveController:
         if prices is not None:
             self._known.expect(prices)
         self._survey = Survey(self._known)
-        self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds)
+        self._lookups = Lookups(frozenset(lookups), self._known.passes.seconds, self._known.turn_s)
         self._statistics = statistics
         # The decision that stands
         self._jobs: list[Job] = []

@@ -11,7 +11,7 @@ What is cut off goes on teaching: the target's own next token tells for nothing 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from outrider.metrics import Outcome, PassTimes
@@ -148,9 +148,12 @@ class Account:
 class Lookups:
     """Decides for drafters that look text up, of requests that leave the width to the engine."""
 
-    def __init__(self, names: Collection[str], pass_s: PassSeconds) -> None:
+    def __init__(
+        self, names: Collection[str], pass_s: PassSeconds, turn_s: Callable[[int], float] = lambda num_jobs: 0.0
+    ) -> None:
         self.names = names
         self._pass_s = pass_s  # by rows, as it is learned
+        self._turn_s = turn_s  # by jobs: what a round costs that is not what a GPU was told to go on with
         self._trust: dict[tuple[str, bool], Trust] = {}  # for greedy and for sampled answers
         self._found: list[Found] = []  # in this round
         self._is_asked = False  # any of them, in this round
@@ -209,11 +212,14 @@ class Lookups:
         if len(self._round_s) == 2:  # a GPU that is not told what comes next waits for it: that costs, too
             seconds = max(seconds, self._round_s[True] - self._round_s[False])
         cost = seconds * self._plain_rate / len(jobs)
+        turn = self._turn_s(len(jobs)) * self._plain_rate / len(jobs)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             account = self._accounts.get(job.id)
             if account is not None and job.width is None and index not in drafts.parents:
                 counts[index], gain = self._weigh(drafter, job, account, drafts.matched[index], proposal)
-                if gain < self.rivals.get(job.id, 0.0):
+                # where one proposal follows another, the next round would not have gone on plainly, either
+                gain = max(0.0, gain - (turn if account.found < SELDOM else 0.5 * turn))
+                if not gain or gain < self.rivals.get(job.id, 0.0):
                     counts[index] = 0
                 account.found += QUICKLY * ((counts[index] > 0) - account.found)
                 account.gain += FOLLOW * (gain - account.gain)
