@@ -139,7 +139,7 @@ def test_costs_of_a_head_are_measured_beforehand(
     prices = measure(target, [drafter], 4, 3)
     assert prices is not None and sorted(prices.drafts["eagle"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
     assert all(seconds > 0.0 for seconds in prices.drafts["eagle"].values())
-    assert not target.pages.leases and drafter.draft_s(200, 1) is None
+    assert not target.pages.leases and drafter.draft_s(200, 1) is None and prices.reads["eagle"] > 0.0
     hidden = {key[1] for key in target._programs}
     assert hidden == {tuple(drafter.hidden)}, "passes are measured, and built, as the head needs them"
 

@@ -223,6 +223,16 @@ def test_draft_costs_keep_reading_apart() -> None:
     assert costs.seconds(4, 8.0, passes) > 2.0
 
 
+def test_what_reading_takes_at_once_is_learned_beside_a_price() -> None:
+    passes, costs = CostCurve(), DraftCosts()
+    passes.add(1, 1e-3)
+    costs.expect_reading(1e-6)
+    for unread in (40, 40, 400):
+        costs.add(1e-3 + 1.5e-3 + 1e-6 * unread, 4, 1.0, unread, passes)
+        costs.add(1e-3, 4, 1.0, 1, passes)
+    assert costs.reading_s(1000) == pytest.approx(2.5e-3) and costs.reading_s(0) == 0.0
+
+
 def test_a_reading_that_built_something_does_not_end_drafting() -> None:
     """Once a second is spent on graphs, a drafter would never be asked again, and so never be measured again."""
     passes, costs = CostCurve(), DraftCosts()

@@ -96,6 +96,9 @@ class DeviceRoller(Roller, Protocol):
     def roll_s(self, jobs: int, steps: int) -> float | None:
         """Seconds of the device for that, of work that is queued; None where so many have no room."""
 
+    def read_s(self) -> float | None:
+        """The same, of one of many entries that are read."""
+
 
 class Head(Protocol):
     """The network and what it holds of the target's sequences, under their page ids. Arrays are of its own library."""

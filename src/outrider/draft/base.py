@@ -58,7 +58,8 @@ class Priced(Protocol):
     """A drafter whose costs can be measured before it is asked for anything."""
 
     def draft_s(self, jobs: int, steps: int) -> float | None:
-        """Seconds of chains of so many tokens for each of so many jobs; None where that cannot be measured."""
+        """Seconds of chains of so many tokens for each of so many jobs; None where that cannot be measured. Who can
+        tell what a token of a prompt takes to be read has a `read_s()`, too."""
 
 
 class Promising(Protocol):

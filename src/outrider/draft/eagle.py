@@ -76,6 +76,10 @@ class EagleDrafter:
         """See `draft.base.Priced`."""
         return None if self._device is None else self._device.roll_s(jobs, steps)
 
+    def read_s(self) -> float | None:
+        """See `draft.base.Priced`."""
+        return None if self._device is None else self._device.read_s()
+
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
         rooms = [self._room(job, width, drafts) for job, width in zip(jobs, widths, strict=True)]

@@ -34,7 +34,9 @@ def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_wi
     passes = _passes(target, max_batch, max_width, hidden)
     priced = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
     drafts = {drafter.name: found for drafter in priced if (found := _steps(drafter, max_batch, max_width))}
-    return Prices(passes, drafts) if drafts else None
+    reading = {drafter.name: getattr(drafter, "read_s", lambda: None)() for drafter in priced}
+    reads = {name: seconds for name, seconds in reading.items() if seconds is not None}
+    return Prices(passes, drafts, reads) if drafts else None
 
 
 def _steps(drafter: Drafter, max_batch: int, max_width: int) -> dict[tuple[int, int], float]:

@@ -227,7 +227,7 @@ def _bent(sizes: list[float], seconds: list[float]) -> tuple[list[float], list[f
 class DraftCosts:
     """Seconds of one drafter in a round: by depth, for about as many jobs, and for tokens it has not read yet."""
 
-    __slots__ = ("_bounds", "_by_jobs", "_num_readings", "_reading", "read_s")
+    __slots__ = ("_begin_s", "_bounds", "_by_jobs", "_is_priced", "_num_readings", "_reading", "read_s")
 
     def __init__(self) -> None:
         self._by_jobs: dict[int, tuple[float, CostCurve]] = {}  # class of job counts -> (jobs, seconds by depth)
@@ -235,6 +235,8 @@ class DraftCosts:
         self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
         self._num_readings = 0
         self.read_s = 0.0  # per token read
+        self._begin_s = 0.0  # and at once, where the other was measured beforehand
+        self._is_priced = False
 
     @property
     def is_known(self) -> bool:
@@ -248,6 +250,14 @@ class DraftCosts:
     def hope(self) -> float:
         """The share of `seconds` that it may take, where only more was seen."""
         return HOPE if self._bounds and not self._by_jobs else 1.0
+
+    def expect_reading(self, read_s: float) -> None:
+        """What a token takes was measured; what more is seen comes with reading at all."""
+        self.read_s, self._is_priced = read_s, True
+
+    def reading_s(self, unread: float) -> float:
+        """Of reading so many tokens."""
+        return self._begin_s + self.read_s * unread if unread else 0.0
 
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
@@ -267,7 +277,8 @@ class DraftCosts:
         if unread > 4.0 * jobs + 4.0:
             self._reading = (seconds, depth, jobs, unread)
             if not self.is_known:
-                self.read_s = seconds / unread  # at most
+                if not self._is_priced:
+                    self.read_s = seconds / unread  # at most
                 return
         else:
             curves = self._bounds if at_most else self._by_jobs
@@ -277,12 +288,19 @@ class DraftCosts:
             seconds, depth, jobs, unread = self._reading
             self._reading = None
             self._num_readings = min(self._num_readings + 1, 3)
-            sample = max(0.0, seconds - self.seconds(depth, jobs, passes)) / unread
-            # Clipped like a pass: the first may have built something, but the target itself reads so quickly
-            most = passes.seconds(unread) / unread if passes.is_known else sample
-            if self._num_readings > 1:
-                most = max(most, 2.0 * self.read_s)
-            self.read_s += (min(sample, most) - self.read_s) / self._num_readings
+            self._learn_reading(max(0.0, seconds - self.seconds(depth, jobs, passes)), unread, passes)
+
+    def _learn_reading(self, seconds: float, unread: int, passes: CostCurve) -> None:
+        """Clipped, like the seconds of a pass: the first may have built something."""
+        if self._is_priced:
+            most = max(2.0 * self._begin_s, 2.0 * passes.seconds(1))
+            sample = min(max(0.0, seconds - self.read_s * unread), most)
+            self._begin_s += (sample - self._begin_s) / self._num_readings
+            return
+        most = passes.seconds(unread) / unread if passes.is_known else seconds / unread  # the target reads so quickly
+        if self._num_readings > 1:
+            most = max(most, 2.0 * self.read_s)
+        self.read_s += (min(seconds / unread, most) - self.read_s) / self._num_readings
 
 
 def jobs_class(jobs: float) -> int:

@@ -101,6 +101,8 @@ class Knowledge:
             costs = self._costs.setdefault(name, DraftCosts())
             for (jobs, steps), seconds in measured.items():
                 costs.add(seconds, steps, jobs, 0, self.passes)
+            if name in prices.reads:
+                costs.expect_reading(prices.reads[name])
 
     def look(self, jobs: Sequence[Job]) -> None:
         """Take in what was learned, for a decision about these jobs."""
@@ -240,7 +242,7 @@ class Knowledge:
         if times.is_late and times.steady and all(self.knows_steps(name) for name in work):
             expected_s = sum(self.draft_s(name, did[0], did[1] / did[0]) for name, did in work.items())
             expected_s += self.passes.seconds(times.num_fed) + sum(
-                self._costs[name].read_s * did[2] for name, did in work.items() if did[2] > CAUGHT_UP
+                self._costs[name].reading_s(did[2]) for name, did in work.items() if did[2] > CAUGHT_UP
             )
             spent_s = times.pass_s + times.draft_s
             self._learn_late(len(plan.deciding), spent_s - expected_s, drafts=True)
@@ -253,7 +255,7 @@ class Knowledge:
             costs = self._costs.setdefault(name, DraftCosts())
             seconds = times.drafters.get(name, 0.0)
             costs.add(seconds, steps, drafted / steps, unread, self.passes, at_most=times.is_late)
-            reading_s += min(times.draft_s, costs.read_s * first)
+            reading_s += min(times.draft_s, costs.reading_s(first))
         return reading_s
 
     def forget(self, job: Job) -> None:
@@ -334,7 +336,7 @@ class Knowledge:
         """Seconds the drafter needs to catch up with a job."""
         costs = self._costs.get(name)
         unread = self.unread(job, name)
-        return costs.read_s * unread if costs is not None and unread > CAUGHT_UP else 0.0
+        return costs.reading_s(unread) if costs is not None and unread > CAUGHT_UP else 0.0
 
     def unread(self, job: Job, name: str) -> int:
         return len(job.tokens) - self.record(job, name).read

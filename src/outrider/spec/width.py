@@ -63,6 +63,7 @@ class Prices(NamedTuple):
 
     passes: Mapping[int, float]  # by rows
     drafts: Mapping[str, Mapping[tuple[int, int], float]]  # drafter -> by jobs and steps
+    reads: Mapping[str, float] = {}
 
 
 class WidthChooser:

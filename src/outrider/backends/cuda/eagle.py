@@ -35,6 +35,7 @@ from outrider.types import Array, Slot
 
 SPARE = 64  # places behind the context that guesses may come to
 AHEAD = 64  # tokens for which pages are taken ahead, where there are some
+MANY = 128  # tokens of a prompt
 MOST_CHAINS = 64  # shapes of rounds that are kept
 
 
@@ -246,6 +247,17 @@ class HeadRoller:
             for _ in range(RECORDED):  # the beginning of a chain is another one, and is built here, too
                 self.roll(entries, steps, target.ops.drawing(greedy, steps))
             return seconds
+
+    def read_s(self) -> float | None:
+        """`head_base.DeviceRoller.read_s`."""
+        target: Any = self._head.target
+        with target.sequences(1, 0, MANY + 8) as slots:
+            if slots is None:
+                return None
+            hidden = self._like.new_zeros(MANY, self._like.shape[1])
+            entries = Entries(slots, [0], [0], [MANY], [0] * MANY, hidden)
+            seconds: float = target.median_s(lambda: self.read(entries))
+            return seconds / MANY
 
     def _chain(self, judged: Entries | Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
         """For the pass that reads what stays, and the one that every step is. While sequences stay on their pages, they
