@@ -14,6 +14,7 @@ EXACT = 48  # passes of more rows share a point with those of about as many
 LEAST = 1e-9  # seconds: nothing takes no time
 CLASSES = 8  # of those, per factor of e
 MEMORY = 24  # samples a point remembers
+EXPECTED = 4.0  # samples that one counts for which was taken beforehand
 WELL_KNOWN = 8  # samples, after which one more changes little:
 HINT = 0.11  # of a sample is what a pass tells that read a prompt
 FRESH = 8.0  # samples of other sizes that change nothing of what a point remembers
@@ -93,6 +94,12 @@ class CostCurve:
         """A pass that read a prompt: it tells of larger passes than those that were measured."""
         self._hints[int(CLASSES * math.log(size + 1.0))] = [size, max(seconds, LEAST) / self._pace, HINT, 0.0]
         self._is_settled = False
+
+    def expect(self, size: float, seconds: float) -> None:
+        """What was measured beforehand: one round that is disturbed does not change it much."""
+        self.add(size, seconds)
+        for point in self._points.values():
+            point[2] = max(point[2], EXPECTED)
 
     def add(self, size: float, seconds: float, *, at_most: bool = False) -> None:
         """at_most: it can take less, and usually does; that counts until something is known for certain."""
@@ -250,6 +257,10 @@ class DraftCosts:
     def hope(self) -> float:
         """The share of `seconds` that it may take, where only more was seen."""
         return HOPE if self._bounds and not self._by_jobs else 1.0
+
+    def expect(self, seconds: float, depth: int, jobs: float) -> None:
+        """What was measured beforehand."""
+        self._by_jobs.setdefault(jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1].expect(depth, seconds)
 
     def expect_reading(self, read_s: float) -> None:
         """What a token takes was measured; what more is seen comes with reading at all."""

@@ -95,12 +95,12 @@ class Knowledge:
         """Samples that were taken beforehand."""
         self.queues = True
         for rows, seconds in prices.passes.items():
-            self.passes.add(rows, seconds)
-            self._plain.add(rows, seconds)
+            self.passes.expect(rows, seconds)
+            self._plain.expect(rows, seconds)
         for name, measured in prices.drafts.items():
             costs = self._costs.setdefault(name, DraftCosts())
             for (jobs, steps), seconds in measured.items():
-                costs.add(seconds, steps, jobs, 0, self.passes)
+                costs.expect(seconds, steps, jobs)
             if name in prices.reads:
                 costs.expect_reading(prices.reads[name])
 
