@@ -25,7 +25,6 @@ RESTING = 16  # emitted tokens without a draft after which that is looked at
 CHANGE = 8.0  # factor between the odds of two states
 OFFSET_WEIGHT = 16.0  # judged tokens after which a request's first guess counts for a quarter
 APART = 0.5  # in log odds: less is chance
-FEW = 0.5  # requests: what those that are over say of the next one is halved by as many, since they differ
 REQUESTS = 8.0  # that a drafter's mean over requests remembers
 ENOUGH = 8.0  # judged tokens of a request that tell something of it
 BEGINNING = 32.0  # judged tokens of one: later it may say the same again and again, as others do not from the start
@@ -92,6 +91,7 @@ class DrafterRecord:
         "_odds",
         "_outlooks",
         "_request_mean",
+        "_share",
         "_sums",
         "_watch",
         "nodes",
@@ -112,6 +112,7 @@ class DrafterRecord:
         self._odds: list[float] = []  # of keeping each place, given those before it
         self._sums: list[float] = []  # expected to be kept of that many judged
         self._outlooks: dict[int, list[float]] = {}
+        self._share = guess  # of all tokens that are judged, those kept: first places count most
         self._num_requests = self._request_mean = 0.0  # requests that are over, and the mean of what they kept
         self.look()
 
@@ -176,6 +177,9 @@ class DrafterRecord:
         self._odds = [mean / (1.0 - mean) if mean < 0.999 else 999.0 for mean in means]
         self._sums = [0.0, *accumulate(means)]
         self._outlooks = {}
+        total = sum([places * rounds for places, rounds in enumerate(self._by_judged)])
+        likely = sum([self.expected(places) * rounds for places, rounds in enumerate(self._by_judged)])
+        self._share = likely / total if total else self.mean
 
     def ended(self, record: JobRecord) -> None:
         """A request is over: each counts alike, however long it was, and by its beginning: so begins the next."""
@@ -186,8 +190,7 @@ class DrafterRecord:
     @property
     def offset(self) -> float:
         """Log odds of a request that nothing is known of, against those of all tokens of late."""
-        count = self._num_requests
-        offset = count / (count + FEW) * (_log_odds(self._request_mean) - _log_odds(self.mean)) if count else 0.0
+        offset = _log_odds(self._request_mean) - _log_odds(self._share) if self._num_requests >= 2.0 else 0.0
         return offset if abs(offset) > APART else 0.0
 
     @property
