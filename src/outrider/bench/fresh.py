@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from outrider.bench.work import Work
 from outrider.engine.engine import Engine
 
+CACHE = (
+    2**15
+)  # tokens that each engine has room for: on a GPU the first would take nearly all memory, and stop for more
 WARM = "Tell me about the weather in a place that you know."  # asked of both, before it counts
 
 
@@ -44,6 +47,7 @@ def readings(
 ) -> Iterator[Reading]:
     """draft: None for what the model comes with. loading: as for `Engine.load`."""
     named: dict[str, Any] = {} if draft is None else {"draft": draft}
+    loading = {"cache_tokens": CACHE, **loading}
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     with (
         Engine.load(model, draft="none", **loading) as plain,
