@@ -13,7 +13,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from outrider.bench.work import Work
+from outrider.config import MockConfig
 from outrider.engine.engine import Engine
+from outrider.engine.presets import PRESETS
 
 CACHE = (
     2**15
@@ -47,7 +49,8 @@ def readings(
 ) -> Iterator[Reading]:
     """draft: None for what the model comes with. loading: as for `Engine.load`."""
     named: dict[str, Any] = {} if draft is None else {"draft": draft}
-    loading = {"cache_tokens": CACHE, **loading}
+    if _is_on_gpu(model):
+        loading = {"cache_tokens": CACHE, **loading}
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     with (
         Engine.load(model, draft="none", **loading) as plain,
@@ -62,6 +65,16 @@ def readings(
                 found = {engine is drafting: _ask(engine, prompt, number, settings) for engine in order}
                 _count(reading, found[False], found[True])
             yield reading
+
+
+def _is_on_gpu(model: str) -> bool:
+    if model in PRESETS and isinstance(PRESETS[model].target, MockConfig):
+        return False
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def _count(reading: Reading, plain: Answered, drafted: Answered) -> None:

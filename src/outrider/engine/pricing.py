@@ -10,6 +10,7 @@ request needs is built here, by measuring it and by an answer to nonsense.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, cast
@@ -17,7 +18,10 @@ from typing import Any, cast
 from outrider.backends.base import Backend, Measured
 from outrider.draft.base import Drafter, Priced
 from outrider.engine.engine import Engine
+from outrider.errors import OutriderError
 from outrider.spec.width import Prices
+
+log = logging.getLogger("outrider")
 
 ROWS = (*range(1, 9), 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
 JOBS = (1, 4, 16, 64, 256)  # that are drafted for
@@ -62,10 +66,11 @@ def _passes(target: Backend, max_batch: int, max_width: int, hidden: Sequence[in
 
 
 def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
-    """Answers to nonsense by every draft that remembers none of them: plainly, with chains and with trees."""
+    """Answers to nonsense, plainly and by every draft whose price can be told: with chains and with trees. What goes
+    wrong there will be told to who asks for something."""
     if not target.ops.queues or not hasattr(target, "pass_s"):
         return
-    forgetful = [drafter for drafter in drafters if not getattr(drafter, "looks_up", False)]
+    forgetful = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
     beginnings = count()  # never the same one: what is remembered would not be read again
     for some in [[drafter] for drafter in forgetful] or [[]]:
         with Engine(target, some) as engine:  # what it learns is forgotten with it
@@ -79,4 +84,7 @@ def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
 def _answer(engine: Engine, first: int, length: int, **settings: Any) -> None:
     info = engine.loop.target.info
     prompt = [(first + place) % info.vocab_size for place in range(min(length, info.context // 4))]
-    engine.generate(prompt, temperature=0.0, ignore_eos=True, **settings)
+    try:
+        engine.generate(prompt, temperature=0.0, ignore_eos=True, **settings)
+    except OutriderError as error:  # a context or a cache that is too small even for that
+        log.info("nothing was rehearsed with %s: %s", settings, error)

@@ -145,9 +145,9 @@ class Pages:
         return True
 
     def spare(self, slot: Slot) -> int:
-        """Places that a sequence may take before it needs them, and others do not go short: of pages that were promised
-        to it, and of some that nobody wants."""
-        return (self.leases[slot].promised + self._available() // 8) * self.page_size
+        """Places that a sequence may take before it needs them: of pages that were promised to it, and of some of those
+        that nobody needs yet."""
+        return (self.leases[slot].promised + self._available() // (8 * len(self.leases))) * self.page_size
 
     def advance(self, slot: Slot, store: int, length: int) -> None:
         """The store has written up to here."""

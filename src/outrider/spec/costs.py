@@ -99,7 +99,7 @@ class CostCurve:
         """What was measured beforehand: one round that is disturbed does not change it much."""
         self.add(size, seconds)
         for point in self._points.values():
-            point[2] = max(point[2], EXPECTED)
+            point[2], point[3] = max(point[2], EXPECTED), self._now
 
     def add(self, size: float, seconds: float, *, at_most: bool = False) -> None:
         """at_most: it can take less, and usually does; that counts until something is known for certain."""
@@ -242,7 +242,9 @@ class DraftCosts:
         self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
         self._num_readings = 0
         self.read_s = 0.0  # per token read
-        self._begin_s = 0.0  # and at once, where the other was measured beforehand
+        self._begin_s = (
+            0.0  # and at once, for each of those who begin together, where the other was measured beforehand
+        )
         self._is_priced = False
 
     @property
@@ -299,13 +301,13 @@ class DraftCosts:
             seconds, depth, jobs, unread = self._reading
             self._reading = None
             self._num_readings = min(self._num_readings + 1, 3)
-            self._learn_reading(max(0.0, seconds - self.seconds(depth, jobs, passes)), unread, passes)
+            self._learn_reading(max(0.0, seconds - self.seconds(depth, jobs, passes)), unread, jobs, passes)
 
-    def _learn_reading(self, seconds: float, unread: int, passes: CostCurve) -> None:
+    def _learn_reading(self, seconds: float, unread: int, jobs: float, passes: CostCurve) -> None:
         """Clipped, like the seconds of a pass: the first may have built something."""
         if self._is_priced:
             most = max(2.0 * self._begin_s, 2.0 * passes.seconds(1))
-            sample = min(max(0.0, seconds - self.read_s * unread), most)
+            sample = min(max(0.0, seconds - self.read_s * unread) / max(1.0, jobs), most)
             self._begin_s += (sample - self._begin_s) / self._num_readings
             return
         most = passes.seconds(unread) / unread if passes.is_known else seconds / unread  # the target reads so quickly

@@ -69,11 +69,12 @@ class GpuBackend(MeasuredPasses):
         return super().score(spans, hidden)
 
     def _score_and_look(self, spans: Spans, hidden: tuple[int, ...]) -> Scored:
+        was_queued = self._queued is not None
         done = self._take_queued(spans, hidden)
         if len(done) < len(spans.slots):
             self._standing = None  # some are elsewhere
         if isinstance(self.ops, DeviceSampling):
-            self.ops.follows = len(done) == len(spans.slots)
+            self.ops.follows, self.ops.waits = len(done) == len(spans.slots), was_queued and not done
         scored = self._score_rest(spans, hidden, done) if done else self._score(spans, hidden)
         self._look_ahead(spans, hidden)
         return scored

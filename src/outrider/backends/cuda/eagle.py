@@ -1,5 +1,5 @@
-"""An EAGLE head on a GPU: chains and trees of guesses without a look of the host in between. Where it is known how the
-last round ended, each step is a graph; behind a verdict that only the device knows, all of it is one (`head_chain`)."""
+"""An EAGLE head on a GPU: chains and trees of guesses without a look of the host in between. All of a chain is one
+graph for a few jobs, and behind a verdict that only the device knows (`head_chain`); else each step is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from outrider.backends.cuda.forward import Constants
-from outrider.backends.cuda.head_chain import RECORDED, ChainShape, HeadChain
+from outrider.backends.cuda.head_chain import MOST_RECORDED, RECORDED, ChainShape, HeadChain
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
@@ -192,6 +192,8 @@ class HeadRoller:
         asked, counts = getattr(drawing, "plainly", None), entries.counts
         if asked is None or max(counts) > steps + 1 or not self.may_follow(len(counts), steps):
             return False
+        if len(counts) > MOST_RECORDED:  # of more jobs each step is a graph of its own, and reads no more than it must
+            return False
         width, tokens, at = self._like.shape[1], np.zeros((len(counts), steps + 2), dtype=np.int32), 0
         hidden = entries.hidden.new_zeros(len(counts), steps + 1, width)
         for index, count in enumerate(counts):
@@ -251,13 +253,14 @@ class HeadRoller:
     def read_s(self) -> float | None:
         """`head_base.DeviceRoller.read_s`."""
         target: Any = self._head.target
-        with target.sequences(1, 0, MANY + 8) as slots:
+        many = min(MANY, self._head.context - 1)
+        with target.sequences(1, 0, many + 8) as slots:
             if slots is None:
                 return None
-            hidden = self._like.new_zeros(MANY, self._like.shape[1])
-            entries = Entries(slots, [0], [0], [MANY], [0] * MANY, hidden)
+            hidden = self._like.new_zeros(many, self._like.shape[1])
+            entries = Entries(slots, [0], [0], [many], [0] * many, hidden)
             seconds: float = target.median_s(lambda: self.read(entries))
-            return seconds / MANY
+            return seconds / many
 
     def _chain(self, judged: Entries | Judged, ends: Sequence[int], shape: ChainShape) -> HeadChain:
         """For the pass that reads what stays, and the one that every step is. While sequences stay on their pages, they

@@ -213,6 +213,16 @@ class Program:
 
 def recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """What it launches as a graph. It has run at least once, so that nothing is built while recording."""
+    try:
+        graph = _recorded(pool, stream, compute)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()  # memory that is kept for later is not given back while a graph is recorded
+        graph = _recorded(pool, stream, compute)
+    novelty.note()
+    return graph
+
+
+def _recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
     # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
@@ -224,5 +234,4 @@ def recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.
             compute()
         finally:
             graph.capture_end()
-    novelty.note()
     return graph

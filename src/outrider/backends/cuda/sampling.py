@@ -31,7 +31,7 @@ from outrider.sampling.warp import is_simple, shape
 from outrider.types import Array, Drafts, Job, Scores, Verdicts, Watch
 
 log = logging.getLogger("outrider")
-MOST_RECORDED = 8  # jobs whose verdicts are graphs: larger batches come in more kinds
+MOST_ROWS, MOST_KINDS = 64, 16  # of verdicts that are graphs: each kind holds its rows
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -87,6 +87,7 @@ class DeviceSampling(SamplingOps):
         self.known: Known | None = None  # the last one, since the host knows it
         self._arrived = torch.empty(1024, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.follows = False  # whether the pass to be judged was queued behind the last verdict
+        self.waits = False  # whether it comes behind one that was queued for nothing
         self._arrivals: list[Any] = []  # of the last verdict and of this one
         if device.type == "cuda":
             self._arrivals = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -97,7 +98,7 @@ class DeviceSampling(SamplingOps):
         self._settings: dict[Hashable, Settings] = {}
         self._nothings: dict[Hashable, torch.Tensor] = {}
         self._forms: dict[Hashable, Form] = {}
-        self._judged_chains: dict[Hashable, JudgedChains] = {}
+        self._judged_chains: dict[Kind, JudgedChains] = {}
         self._recording: tuple[Any, Any] | None = None
 
     @property
@@ -210,7 +211,7 @@ class DeviceSampling(SamplingOps):
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
         can_be = drafts.may_be_queued or not any(drafts.counts)
-        verdicts.is_late = self.queues and not self.follows and can_be
+        verdicts.is_late = self.queues and not self.follows and (can_be or self.waits)
         return verdicts
 
     def _ruled(
@@ -219,9 +220,13 @@ class DeviceSampling(SamplingOps):
         """What `rule` says, and behind it the drafts that the host has not seen yet. [n] int32"""
         tokens, rejects, branches = torch.as_tensor(drafts.tokens), any(settings.weighs), bool(drafts.parents)
         is_unseen = drafts._proposals is None
-        if is_unseen and not rejects and not branches and len(there) <= MOST_RECORDED:
+        if is_unseen and not rejects and not branches and len(logits) <= MOST_ROWS:
             kind = Kind(logits.shape[0], logits.shape[1], len(tokens), len(there))
-            chains = remember(self._judged_chains, kind, lambda: JudgedChains(kind, (asked, there), self._graphs()))
+            chains = self._judged_chains.get(kind)
+            if chains is None:
+                if len(self._judged_chains) == MOST_KINDS:
+                    del self._judged_chains[next(iter(self._judged_chains))]
+                chains = self._judged_chains[kind] = JudgedChains(kind, (asked, there), self._graphs())
             return chains.run(logits, tokens, asked, there, settings.warmth)
         judged = tokens.clamp(min=0) if drafts.is_deferred else tokens
         out, _ = rule(logits, judged, drafts.probs, asked, there, settings.warmth, rejects=rejects, branches=branches)
