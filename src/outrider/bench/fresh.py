@@ -17,9 +17,7 @@ from outrider.config import MockConfig
 from outrider.engine.engine import Engine
 from outrider.engine.presets import PRESETS
 
-CACHE = (
-    2**15
-)  # tokens that each engine has room for: on a GPU the first would take nearly all memory, and stop for more
+CACHE = 2**15  # tokens that each engine has room for on a GPU, where the first would else take nearly all memory
 WARM = "Tell me about the weather in a place that you know."  # asked of both, before it counts
 
 

@@ -242,9 +242,7 @@ class DraftCosts:
         self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
         self._num_readings = 0
         self.read_s = 0.0  # per token read
-        self._begin_s = (
-            0.0  # and at once, for each of those who begin together, where the other was measured beforehand
-        )
+        self._begin_s = 0.0  # and for each who begins, where the other was measured beforehand
         self._is_priced = False
 
     @property
