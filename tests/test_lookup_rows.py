@@ -193,6 +193,27 @@ def test_what_is_found_must_gain_more_than_a_rival() -> None:
     assert lookups.worth("ngram", [one], found) == [0], "then that one is asked"
 
 
+def test_what_is_found_must_be_worth_the_turn() -> None:
+    """A GPU that was told to go on plainly did so for nothing; who was told nothing loses less."""
+    found, one = Drafts([2], np.asarray([4, 5]), matched=[8]), replace(job(8), width=None)
+    judged = {}
+    for turn_s in (0.0, 0.5, 5.0):
+        lookups = Lookups({"ngram"}, lambda rows: 1.0 + 0.05 * rows, lambda num_jobs, turn_s=turn_s: turn_s)  # type: ignore[misc]
+        lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
+        judged[turn_s] = lookups.worth("ngram", [one], found)[0]
+    assert judged == {0.0: 2, 0.5: 2, 5.0: 0}
+
+
+def test_a_device_may_go_on_while_text_is_looked_up_in_vain() -> None:
+    lookups, one = Lookups({"ngram"}, lambda rows: 1.0), replace(job(8), width=None)
+    assert not lookups.rests(one), "nothing is known of it"
+    lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
+    assert lookups.rests(one), "most requests get nothing"
+    for _ in range(3):
+        lookups.worth("ngram", [one], Drafts([2], np.asarray([4, 5]), matched=[20]))
+    assert not lookups.rests(one), "this one gets something again and again"
+
+
 def test_answers_are_plain_ones() -> None:
     ours = engine(NgramDrafter(), SuffixDrafter(), per_token=0.1)
     for seed in range(3):

@@ -163,6 +163,21 @@ def test_probes_are_lucky_now_and_then() -> None:
     assert surprise.is_real() and not surprise.is_real(), "three of three, after it began anew"
 
 
+def test_a_request_like_all_others_begins_like_them() -> None:
+    """Later places are kept more often, but are judged seldom: a mean over places is no measure of a request."""
+    drafter = DrafterRecord()
+    for number in range(8):
+        record = JobRecord(0, drafter.offset)
+        for turn in range(30):
+            kept = (0, 0, 0, 6)[(turn + number) % 4]  # the first place one time in four, the others always
+            judged = min(kept + 1, 6)
+            drafter.add(6, Outcome.of_chain(6, kept, kept + 1), judged)
+            record.add(kept, judged, drafter.expected(judged))
+        drafter.look()
+        drafter.ended(record)
+    assert drafter.offset == 0.0
+
+
 def test_a_new_request_is_one_of_many() -> None:
     """It begins as requests do on average, not as the last one ended."""
     drafter = DrafterRecord()
