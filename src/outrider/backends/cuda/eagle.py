@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from outrider.backends.cuda.forward import Constants
-from outrider.backends.cuda.head_chain import MOST_RECORDED, RECORDED, ChainShape, HeadChain
+from outrider.backends.cuda.head_chain import MOST_RECORDED, ChainShape, HeadChain
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
@@ -26,7 +26,7 @@ from outrider.backends.cuda.layout import (
     tile_for,
 )
 from outrider.backends.cuda.measuring import Greedy
-from outrider.backends.cuda.program import Model, Work, build_work
+from outrider.backends.cuda.program import RECORDED, Model, Work, build_work
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries, Judged
 from outrider.backends.torch_common import on, sent

@@ -20,13 +20,12 @@ from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import Rows
-from outrider.backends.cuda.program import recorded
+from outrider.backends.cuda.program import RECORDED, recorded
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.torch_common import sent
 from outrider.kv.pages import Page
 from outrider.types import Slot
 
-RECORDED = 3  # runs of a shape after which it is a graph: recording takes as long as dozens of rounds
 MOST_RECORDED = 8  # jobs: larger batches come in more shapes, and their passes take longer than launching does
 
 

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.backends.cuda.judging import rule
-from outrider.backends.cuda.program import recorded
-
-RECORDED = 3  # verdicts of a kind after which they are a graph
+from outrider.backends.cuda.program import RECORDED, recorded
 
 
 class Kind(NamedTuple):

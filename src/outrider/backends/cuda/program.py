@@ -20,6 +20,7 @@ from outrider.backends.cuda.layout import Ints, Rows, Shape, fill, most_splits, 
 from outrider.backends.weights import Weights
 from outrider.models.base import TransformerSpec
 
+RECORDED = 3  # runs after which what comes in many shapes is a graph: most of them come once or twice
 _recording = threading.Lock()
 
 
