@@ -70,8 +70,21 @@ class Device(MockBackend):
         return super().score(spans, hidden)
 
 
+class SlowHost(Device):
+    """However little is drafted, a round with drafts waits for the host."""
+
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+        started = self.clock.now()
+        scores = super().score(spans, hidden)
+        if max(spans.rows) > 1:
+            drafted_s = between(STEP_MS, len(spans.slots)) * (max(spans.rows) - 1)
+            self.clock.sleep(max(0.0, 11e-3 - drafted_s - (self.clock.now() - started)))
+        return scores
+
+
 class Prophet(NoDrafter):
     name = "prophet"
+    is_built_by_length = False
 
     def __init__(self, device: Device, share: float) -> None:
         self.device, self.share, self.dice, self.read = device, share, np.random.default_rng(0), set[int]()
@@ -127,6 +140,48 @@ def test_widths_follow_what_rounds_cost_when_they_are_queued(batch: int, least: 
     plain = [rate(engine, batch, 0) for _ in range(2)][1]
     ratios = sorted(rate(engine, batch, None) / plain for _ in range(6 if batch < 128 else 5))
     assert ratios[len(ratios) // 2] > least, ratios
+
+
+def test_where_rounds_wait_for_the_host_longer_chains_cost_nothing() -> None:
+    """11 ms allow 7 drafts, of which 2.8 stay; a plain pass takes 4."""
+    clock = VirtualClock()
+    device = SlowHost(clock)
+    engine = Engine.load(device, draft=Prophet(device, 0.8), max_batch=1, clock=clock)
+    plain = [rate(engine, 1, 0) for _ in range(2)][1]
+    best = max(rate(engine, 1, width) for width in (3, 5, 7, 9))
+    ratios = sorted(rate(engine, 1, None) for _ in range(6))
+    assert best > 1.3 * plain and ratios[3] > 0.9 * best, (plain, best, ratios)
+    assert engine.statistics.widths.get(7, 0) > 0.3 * sum(engine.statistics.widths.values()), engine.statistics.widths
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_what_would_have_to_be_built_first_is_not_chosen(is_built: bool) -> None:
+    """Longer chains than were measured, and trees."""
+    clock = VirtualClock()
+    device = Device(clock)
+    prophet = Prophet(device, 0.97)
+    prophet.is_built_by_length = is_built
+    engine = Engine.load(device, draft=prophet, max_batch=1, clock=clock)
+    rate(engine, 1, 0)
+    for _ in range(4):
+        rate(engine, 1, None)
+    widths = engine.statistics.widths
+    assert max(widths) == 7 if is_built else max(widths) > 7, widths
+
+
+def test_a_floor_is_what_is_seen_above_the_price() -> None:
+    passes, costs = CostCurve(), DraftCosts()
+    passes.expect(1, 0.001)
+    for depth in (1, 3, 7):
+        costs.expect(1e-4 * depth, depth, 1.0)
+    for _ in range(3):
+        costs.add(6e-4, 3, 1.0, 0, passes)
+    assert costs.seconds(1, 1.0, passes) == costs.seconds(5, 1.0, passes) == pytest.approx(6e-4)
+    assert costs.seconds(7, 1.0, passes) == pytest.approx(7e-4), "the device takes that long"
+    costs.add(1.0, 3, 1.0, 0, passes)
+    assert costs.seconds(3, 1.0, passes) < 8e-4, "something else took its time"
+    costs.add(3e-4, 3, 1.0, 0, passes)
+    assert costs.seconds(1, 1.0, passes) == pytest.approx(3e-4), "the device was waited for: the host takes no longer"
 
 
 @pytest.mark.parametrize(("batch", "share"), [(1, 0.6), (8, 0.7), (32, 0.8)])

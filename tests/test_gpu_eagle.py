@@ -16,6 +16,7 @@ from outrider.backends.cuda.eagle import HeadRoller
 from outrider.backends.cuda.head_chain import HeadChain
 from outrider.backends.cuda.measuring import MeasuredPasses
 from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.config import SchedulerConfig
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
@@ -139,6 +140,7 @@ def test_costs_of_a_head_are_measured_beforehand(
     prices = measure(target, [drafter], 4, 3)
     assert prices is not None and sorted(prices.drafts["eagle"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
     assert all(seconds > 0.0 for seconds in prices.drafts["eagle"].values())
+    assert prices.longest == {"eagle": 3}, "longer chains, and trees, would be built in somebody's answer"
     assert not target.pages.leases and drafter.draft_s(200, 1) is None and prices.reads["eagle"] > 0.0
     hidden = {key[1] for key in target._programs}
     assert hidden == {tuple(drafter.hidden)}, "passes are measured, and built, as the head needs them"
@@ -153,7 +155,7 @@ def test_nonsense_is_answered_before_anybody_asks(model: Any, path: Path, tmp_pa
     target.ops.foresee, target.ops.may_defer = target.foresee, True
     drafter = EagleDrafter.load(tmp_path, target)
     suffix = SuffixDrafter()
-    rehearse(target, [drafter, suffix])
+    rehearse(target, [drafter, suffix], SchedulerConfig())
     roller: Any = drafter._roller
     assert roller._chains and roller._programs and not target.pages.leases and not drafter.seats
     assert not any(suffix.past._texts), "who remembers answers does not hear these"

@@ -59,7 +59,8 @@ class Priced(Protocol):
 
     def draft_s(self, jobs: int, steps: int) -> float | None:
         """Seconds of chains of so many tokens for each of so many jobs; None where that cannot be measured. Who can
-        tell what a token of a prompt takes to be read has a `read_s()`, too."""
+        tell what a token of a prompt takes to be read has a `read_s()`, too; whose chains of each length are built
+        apart, `is_built_by_length`."""
 
 
 class Promising(Protocol):

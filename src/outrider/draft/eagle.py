@@ -76,6 +76,11 @@ class EagleDrafter:
         """See `draft.base.Priced`."""
         return None if self._device is None else self._device.roll_s(jobs, steps)
 
+    @property
+    def is_built_by_length(self) -> bool:
+        """See `draft.base.Priced`."""
+        return self._device is not None
+
     def read_s(self) -> float | None:
         """See `draft.base.Priced`."""
         return None if self._device is None else self._device.read_s()

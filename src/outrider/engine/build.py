@@ -84,7 +84,7 @@ def build_engine(
     ]
     prices = None
     if model.draft_device is None:
-        rehearse(first.backend, drafters)
+        rehearse(first.backend, drafters, scheduling)
     if speculation.width is None and model.draft_device is None:
         prices = measure(first.backend, drafters, scheduling.max_batch, speculation.max_width)
     return Engine(

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, cast
 
 from outrider.backends.base import Backend, Measured
+from outrider.config import SchedulerConfig
 from outrider.draft.base import Drafter, Priced
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
@@ -27,7 +28,7 @@ ROWS = (*range(1, 9), 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
 JOBS = (1, 4, 16, 64, 256)  # that are drafted for
 STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
 FEW_STEPS = (1, 4)  # for others
-PROMPTS = (9, 20, 40, 60, 100)  # tokens: one for each way in which prompts are read
+PROMPTS = (9, 20, 40, 60, 90, 120, 180, 250, 380, 500, 600)  # tokens: passes of all sizes are graphs of their own
 
 
 def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_width: int) -> Prices | None:
@@ -40,7 +41,9 @@ def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_wi
     drafts = {drafter.name: found for drafter in priced if (found := _steps(drafter, max_batch, max_width))}
     reading = {drafter.name: getattr(drafter, "read_s", lambda: None)() for drafter in priced}
     reads = {name: seconds for name, seconds in reading.items() if seconds is not None}
-    return Prices(passes, drafts, reads) if drafts else None
+    built = [drafter.name for drafter in priced if getattr(drafter, "is_built_by_length", False)]
+    longest = {name: max(steps for _, steps in drafts[name]) for name in built if name in drafts}
+    return Prices(passes, drafts, reads, longest) if drafts else None
 
 
 def _steps(drafter: Drafter, max_batch: int, max_width: int) -> dict[tuple[int, int], float]:
@@ -65,7 +68,7 @@ def _passes(target: Backend, max_batch: int, max_width: int, hidden: Sequence[in
     return found
 
 
-def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
+def rehearse(target: Backend, drafters: Sequence[Drafter], scheduling: SchedulerConfig) -> None:
     """Answers to nonsense, plainly and by every draft whose price can be told: with chains and with trees. What goes
     wrong there will be told to who asks for something."""
     if not target.ops.queues or not hasattr(target, "pass_s"):
@@ -73,9 +76,10 @@ def rehearse(target: Backend, drafters: Sequence[Drafter]) -> None:
     forgetful = [drafter for drafter in drafters if hasattr(drafter, "draft_s")]
     beginnings = count()  # never the same one: what is remembered would not be read again
     for some in [[drafter] for drafter in forgetful] or [[]]:
-        with Engine(target, some) as engine:  # what it learns is forgotten with it
+        with Engine(target, some, scheduling=scheduling) as engine:  # what it learns is forgotten with it
             for length in PROMPTS:
-                _answer(engine, next(beginnings), length, max_tokens=2, width=0)
+                _answer(engine, begun := next(beginnings), length, max_tokens=2, width=0)
+            _answer(engine, begun, 2 * PROMPTS[-1], max_tokens=2, width=0)  # half of it is known
             if some:
                 _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=4)
                 _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=8, tree=target.info.trees)

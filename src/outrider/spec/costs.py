@@ -25,6 +25,8 @@ PACE = 0.07  # how quickly the common pace follows what is well known,
 OWN = 0.25  # of which only so much is then thought to be its own
 NOISE = 0.04  # how quickly the mean of what samples are off follows
 FIRST_SLOPE = 0.04  # of a one-row pass, per row, as long as only one point is known
+DEVICE = 1.15  # of a price, up to which it is the device that a round waited for
+FLOOR_MEMORY = 12  # samples that a floor remembers
 HOPE = 0.5  # share of the last slope that a hopeful guess goes on with
 
 
@@ -231,14 +233,37 @@ def _bent(sizes: list[float], seconds: list[float]) -> tuple[list[float], list[f
     return sizes, seconds
 
 
-class DraftCosts:
-    """Seconds of one drafter in a round: by depth, for about as many jobs, and for tokens it has not read yet."""
+class Floor:
+    """What drafting takes however little is drafted, where a device goes on by itself and the host says what: for that
+    the device waits, if it is done sooner."""
 
-    __slots__ = ("_begin_s", "_bounds", "_by_jobs", "_is_priced", "_num_readings", "_reading", "read_s")
+    __slots__ = ("_samples", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._samples = 0
+
+    def add(self, seconds: float, price: float, *, at_most: bool = False) -> None:
+        """price: of the device, which it had to take in any case."""
+        if at_most or seconds <= DEVICE * price:
+            self.seconds = min(self.seconds, seconds)
+            return
+        self._samples = min(self._samples + 1, FLOOR_MEMORY)
+        self.seconds += (min(seconds, 2.0 * max(price, self.seconds)) - self.seconds) / self._samples
+
+
+class DraftCosts:
+    """Seconds of one drafter in a round: by depth, for about as many jobs, and for tokens it has not read yet.
+
+    Where they were measured beforehand, that is what the device takes, and rounds say what the host does.
+    """
+
+    __slots__ = ("_begin_s", "_bounds", "_by_jobs", "_floors", "_is_priced", "_num_readings", "_reading", "read_s")
 
     def __init__(self) -> None:
         self._by_jobs: dict[int, tuple[float, CostCurve]] = {}  # class of job counts -> (jobs, seconds by depth)
         self._bounds: dict[int, tuple[float, CostCurve]] = {}  # the same, of rounds that can take less
+        self._floors: dict[int, Floor] = {}  # by class of job counts, where it was measured beforehand
         self._reading: tuple[float, int, float, int] | None = None  # a round that waits for one without reading
         self._num_readings = 0
         self.read_s = 0.0  # per token read
@@ -261,6 +286,7 @@ class DraftCosts:
     def expect(self, seconds: float, depth: int, jobs: float) -> None:
         """What was measured beforehand."""
         self._by_jobs.setdefault(jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1].expect(depth, seconds)
+        self._floors.setdefault(jobs_class(jobs), Floor())
 
     def expect_reading(self, read_s: float) -> None:
         """What a token takes was measured; what more is seen comes with reading at all."""
@@ -276,10 +302,14 @@ class DraftCosts:
         curves = self._by_jobs or self._bounds
         entry = curves.get(key)
         if entry is not None:
-            return entry[1].seconds(depth)
+            return max(entry[1].seconds(depth), self._least(key))
         known, curve = min(curves.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
         guess = curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
+        guess = max(guess, self._least(jobs_class(known)))
         return min(guess, self._bounds[key][1].seconds(depth)) if key in self._bounds else guess
+
+    def _least(self, key: int) -> float:
+        return self._floors[key].seconds if key in self._floors else 0.0
 
     def add(
         self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve, *, at_most: bool = False
@@ -291,6 +321,8 @@ class DraftCosts:
                 if not self._is_priced:
                     self.read_s = seconds / unread  # at most
                 return
+        elif (floor := self._floors.get(jobs_class(jobs))) is not None:
+            floor.add(seconds, self._by_jobs[jobs_class(jobs)][1].seconds(depth), at_most=at_most)
         else:
             curves = self._bounds if at_most else self._by_jobs
             curve = curves.setdefault(jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]

@@ -80,6 +80,8 @@ class Knowledge:
         self._late_s: dict[tuple[int, bool], float] = {}
         self.is_surely_slower = False  # plain decoding of a batch, whatever such a pass costs
         self.chains_only: set[str] = set()  # drafters that do not branch
+        self.longest: Mapping[str, int] = {}  # see `Prices`; who is in here has no trees that were built
+        self._priced: frozenset[str] = frozenset()  # drafters
         self.chains, self.trees = Gain(), Gain()
         self._surprise = Surprise()
         self.tree_round = 0  # when there was a tree
@@ -93,7 +95,7 @@ class Knowledge:
 
     def expect(self, prices: Prices) -> None:
         """Samples that were taken beforehand."""
-        self.queues = True
+        self.queues, self.longest, self._priced = True, prices.longest, frozenset(prices.drafts)
         for rows, seconds in prices.passes.items():
             self.passes.expect(rows, seconds)
             self._plain.expect(rows, seconds)
@@ -134,7 +136,7 @@ class Knowledge:
         pass_s, num_jobs = times.pass_s, len(plan.deciding)
         self.num_rounds += 1
         self.queues = times.queues
-        if not times.is_odd:
+        if not times.is_odd and not self._is_priced(drafts, times):
             self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
         if any(plan.asks):
@@ -150,6 +152,12 @@ class Knowledge:
                 self.budget.count(num_jobs, seconds, seconds, passes, invested_s)
             else:  # reading the prompt is nobody's loss
                 self.budget.count(num_jobs, seconds, times.draft_s, passes - 1.0, invested_s)
+
+    def _is_priced(self, drafts: Drafts, times: PassTimes) -> bool:
+        """A round whose parts cannot be told apart, since all of it was queued: those without drafts, and prices, say
+        what its pass took."""
+        makers = {maker for maker in drafts.makers if maker}
+        return times.queues and times.steady and bool(makers) and makers <= self._priced
 
     def _learn_pass(self, times: PassTimes, pass_s: float, num_jobs: int) -> None:
         if times.steady:
@@ -246,14 +254,17 @@ class Knowledge:
             )
             spent_s = times.pass_s + times.draft_s
             self._learn_late(len(plan.deciding), spent_s - expected_s, drafts=True)
-        return self._learn_costs(times, work)
+        if self._is_priced(drafts, times):
+            spent_s = times.pass_s + times.draft_s - self.passes.seconds(times.num_fed)
+            return self._learn_costs(times, work, dict.fromkeys(work, max(0.0, spent_s) / max(1, len(work))))
+        return self._learn_costs(times, work, times.drafters)
 
-    def _learn_costs(self, times: PassTimes, work: dict[str, list[int]]) -> float:
+    def _learn_costs(self, times: PassTimes, work: dict[str, list[int]], spent: Mapping[str, float]) -> float:
         reading_s = 0.0
         self._told.clear()
         for name, (steps, drafted, unread, first) in work.items():
             costs = self._costs.setdefault(name, DraftCosts())
-            seconds = times.drafters.get(name, 0.0)
+            seconds = spent.get(name, 0.0)
             costs.add(seconds, steps, drafted / steps, unread, self.passes, at_most=times.is_late)
             reading_s += min(times.draft_s, costs.reading_s(first))
         return reading_s

@@ -64,6 +64,7 @@ class Prices(NamedTuple):
     passes: Mapping[int, float]  # by rows
     drafts: Mapping[str, Mapping[tuple[int, int], float]]  # drafter -> by jobs and steps
     reads: Mapping[str, float] = {}
+    longest: Mapping[str, int] = {}  # drafter -> tokens of its longest chain, if others would first have to be built
 
 
 class WidthChooser:
