@@ -35,7 +35,7 @@ from outrider.models.cache import progress
 from outrider.sampling.ops import remember
 from outrider.types import Scores, Slot
 
-LONG, LONGEST = 64, 512  # tokens of a chain from which torch's attention for prompts is faster: of one, of many
+LONG = GRAPH_ROWS[-1]  # tokens of a chain beyond which torch's attention is worth a pass that is no graph
 STRICT_ROWS = 16  # of every pass in strict mode: the smallest size our products have
 
 Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]
@@ -156,9 +156,7 @@ class Passes(PagedSequences):
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass."""
-        # each has calls of its own there, in every layer: for many chains that is slower than their attention
-        limit = min(LONGEST, LONG * max(1, sum([count > LONG for count in spans.counts])))
-        is_long = [count > limit and index not in spans.parents for index, count in enumerate(spans.counts)]
+        is_long = [count > LONG and index not in spans.parents for index, count in enumerate(spans.counts)]
         if not any(is_long) and sum(spans.counts) <= GRAPH_ROWS[-1]:
             return self._score_pieces(spans, whole(spans.counts), spans.tokens, hidden)
         return self._score_prompts(spans, is_long, hidden)

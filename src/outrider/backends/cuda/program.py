@@ -208,8 +208,8 @@ class Program:
 
     def copied(self, rows: slice | torch.Tensor) -> dict[int, torch.Tensor]:
         """The states of some rows, which the next run leaves alone: one copy for all layers."""
-        some = self._held[:, rows].clone() if isinstance(rows, slice) else self._held[:, rows]
-        return dict(zip(self.hidden, some, strict=True))
+        some = self._held[:, rows].clone() if isinstance(rows, slice) else self._held.index_select(1, rows)
+        return dict(zip(self.hidden, some.unbind(), strict=True))
 
 
 def recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
