@@ -28,7 +28,7 @@ ROWS = (*range(1, 9), 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of passes
 JOBS = (1, 4, 16, 64, 256)  # that are drafted for
 STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
 FEW_STEPS = (1, 4)  # for others
-PROMPTS = (9, 20, 40, 60, 90, 120, 180, 250, 380, 500, 600)  # tokens: passes of all sizes are graphs of their own
+PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: passes of each size are a graph
 
 
 def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_width: int) -> Prices | None:
