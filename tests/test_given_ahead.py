@@ -182,6 +182,24 @@ def test_a_floor_is_what_is_seen_above_the_price() -> None:
     assert costs.seconds(3, 1.0, passes) < 8e-4, "something else took its time"
     costs.add(3e-4, 3, 1.0, 0, passes)
     assert costs.seconds(1, 1.0, passes) == pytest.approx(3e-4), "the device was waited for: the host takes no longer"
+    for _ in range(6):
+        costs.add(6e-4, 3, 1.0, 0, passes)
+    assert costs.seconds(1, 1.0, passes) > 5e-4, "or that was chance"
+
+
+def test_floors_of_batches_that_were_not_priced() -> None:
+    """Their prices are those of the nearest. A round that seems to have cost nothing does not say that drafts are."""
+    passes, costs = CostCurve(), DraftCosts()
+    for rows in (1, 4):
+        passes.expect(rows, 0.001)
+        for depth in (1, 4, 7):
+            costs.expect(1e-4 * depth, depth, float(rows))
+    costs.add(0.0, 4, 2.0, 0, passes)
+    assert costs.seconds(4, 2.0, passes) == pytest.approx(4e-4)
+    for _ in range(24):
+        costs.add(2e-3, 2, 2.0, 0, passes)
+    assert costs.seconds(2, 2.0, passes) == costs.seconds(7, 2.0, passes) == pytest.approx(2e-3, rel=0.2)
+    assert costs.seconds(4, 4.0, passes) == pytest.approx(4e-4), "others have a floor of their own"
 
 
 @pytest.mark.parametrize(("batch", "share"), [(1, 0.6), (8, 0.7), (32, 0.8)])

@@ -330,6 +330,7 @@ def test_a_pass_that_was_expected_is_forgotten_when_another_comes(
 ) -> None:
     """Its places may be somebody else's by then."""
     monkeypatch.setattr("outrider.backends.cuda.passes.LONG", 4)
+    monkeypatch.setattr("outrider.backends.cuda.passes.FAR", 8)
     counting = Counting()
     backend = GpuBackend(model, Pages(64, PAGE), device="cpu", dtype=torch.float32, kernels=counting)
     slot, other = backend.open((), 40), backend.open((), 40)

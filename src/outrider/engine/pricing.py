@@ -2,7 +2,7 @@
 
 On a device that is given work ahead, a round's price shows only among others like it, and a try is dear: what came
 before and what comes after cannot be queued. So passes and draft steps are measured when the engine is built, as the
-device runs them when nobody keeps it waiting; rounds correct that, if it is not so.
+device runs them when nobody keeps it waiting; rounds say how much longer they take.
 
 Kernels and graphs, too, are built when they are first needed, and that takes as long as dozens of rounds. What a single
 request needs is built here, by measuring it and by an answer to nonsense.
@@ -29,6 +29,8 @@ JOBS = (1, 4, 16, 64, 256)  # that are drafted for
 STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
 FEW_STEPS = (1, 4)  # for others
 PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: passes of each size are a graph
+
+DRAFTED = 100  # of one whose answer is drafted
 
 
 def measure(target: Backend, drafters: Sequence[Drafter], max_batch: int, max_width: int) -> Prices | None:
@@ -81,8 +83,8 @@ def rehearse(target: Backend, drafters: Sequence[Drafter], scheduling: Scheduler
                 _answer(engine, begun := next(beginnings), length, max_tokens=2, width=0)
             _answer(engine, begun, 2 * PROMPTS[-1], max_tokens=2, width=0)  # half of it is known
             if some:
-                _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=4)
-                _answer(engine, next(beginnings), PROMPTS[-1], max_tokens=16, width=8, tree=target.info.trees)
+                _answer(engine, next(beginnings), DRAFTED, max_tokens=16, width=4)
+                _answer(engine, next(beginnings), DRAFTED, max_tokens=16, width=8, tree=target.info.trees)
 
 
 def _answer(engine: Engine, first: int, length: int, **settings: Any) -> None:

@@ -246,7 +246,8 @@ class Floor:
     def add(self, seconds: float, price: float, *, at_most: bool = False) -> None:
         """price: of the device, which it had to take in any case."""
         if at_most or seconds <= DEVICE * price:
-            self.seconds = min(self.seconds, seconds)
+            if seconds < self.seconds:  # and if that was chance, a few rounds say so
+                self.seconds, self._samples = seconds, min(self._samples, 2)
             return
         self._samples = min(self._samples + 1, FLOOR_MEMORY)
         self.seconds += (min(seconds, 2.0 * max(price, self.seconds)) - self.seconds) / self._samples
@@ -299,17 +300,20 @@ class DraftCosts:
     def seconds(self, depth: float, jobs: float, passes: CostCurve) -> float:
         """Of drafting `depth` tokens for each of `jobs` on average. Where it was not measured, as target passes go."""
         key = jobs_class(jobs)
-        curves = self._by_jobs or self._bounds
-        entry = curves.get(key)
-        if entry is not None:
-            return max(entry[1].seconds(depth), self._least(key))
-        known, curve = min(curves.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
-        guess = curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
-        guess = max(guess, self._least(jobs_class(known)))
+        guess = self._guess(depth, jobs, passes)
+        if self._floors:
+            nearest = min(self._floors, key=lambda known: abs(known - key))
+            return max(guess, self._floors[nearest].seconds)
         return min(guess, self._bounds[key][1].seconds(depth)) if key in self._bounds else guess
 
-    def _least(self, key: int) -> float:
-        return self._floors[key].seconds if key in self._floors else 0.0
+    def _guess(self, depth: float, jobs: float, passes: CostCurve) -> float:
+        """What was measured, for so many jobs or the nearest number."""
+        curves = self._by_jobs or self._bounds
+        entry = curves.get(jobs_class(jobs))
+        if entry is not None:
+            return entry[1].seconds(depth)
+        known, curve = min(curves.values(), key=lambda entry: abs(math.log(entry[0] / jobs)))
+        return curve.seconds(depth) * passes.seconds(jobs) / passes.seconds(known)
 
     def add(
         self, seconds: float, depth: int, jobs: float, unread: int, passes: CostCurve, *, at_most: bool = False
@@ -321,8 +325,9 @@ class DraftCosts:
                 if not self._is_priced:
                     self.read_s = seconds / unread  # at most
                 return
-        elif (floor := self._floors.get(jobs_class(jobs))) is not None:
-            floor.add(seconds, self._by_jobs[jobs_class(jobs)][1].seconds(depth), at_most=at_most)
+        elif self._floors:
+            floor = self._floors.setdefault(jobs_class(jobs), Floor())
+            floor.add(seconds, self._guess(depth, jobs, passes), at_most=at_most)
         else:
             curves = self._bounds if at_most else self._by_jobs
             curve = curves.setdefault(jobs_class(jobs), (jobs, CostCurve(in_proportion=True)))[1]

@@ -136,11 +136,12 @@ class Knowledge:
         pass_s, num_jobs = times.pass_s, len(plan.deciding)
         self.num_rounds += 1
         self.queues = times.queues
-        if not times.is_odd and not self._is_priced(drafts, times):
+        is_whole = self._is_whole(drafts, times)
+        if not times.is_odd and not is_whole:
             self._learn_pass(times, pass_s, num_jobs)
         reading_s = 0.0
         if any(plan.asks):
-            reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed, lookups)
+            reading_s = self._learn_drafts(plan, drafts, times, outcomes, probed, lookups, is_whole=is_whole)
             if (drafts.parents or self.tree_round) and not times.is_odd:
                 self._compare(drafts, times, outcomes)
         if num_jobs and not times.is_odd:
@@ -153,11 +154,13 @@ class Knowledge:
             else:  # reading the prompt is nobody's loss
                 self.budget.count(num_jobs, seconds, times.draft_s, passes - 1.0, invested_s)
 
-    def _is_priced(self, drafts: Drafts, times: PassTimes) -> bool:
-        """A round whose parts cannot be told apart, since all of it was queued: those without drafts, and prices, say
-        what its pass took."""
+    def _is_whole(self, drafts: Drafts, times: PassTimes) -> bool:
+        """A round whose parts cannot be told apart, since all of it was queued. Then those without drafts, and prices,
+        say what its pass took, and the rest was drafting."""
         makers = {maker for maker in drafts.makers if maker}
-        return times.queues and times.steady and bool(makers) and makers <= self._priced
+        if not times.queues or not times.steady or len(makers) != 1 or not makers <= self._priced:
+            return False
+        return self.passes.knows(times.num_fed / NEAR, times.num_fed * NEAR)
 
     def _learn_pass(self, times: PassTimes, pass_s: float, num_jobs: int) -> None:
         if times.steady:
@@ -196,6 +199,8 @@ class Knowledge:
         outcomes: Sequence[tuple[Job, Outcome]],
         probed: Sequence[tuple[int, str]],
         lookups: Collection[str],
+        *,
+        is_whole: bool,
     ) -> float:
         """Returns the seconds that went into prompts."""
         places: Sequence[int] = range(len(plan.deciding))
@@ -254,9 +259,9 @@ class Knowledge:
             )
             spent_s = times.pass_s + times.draft_s
             self._learn_late(len(plan.deciding), spent_s - expected_s, drafts=True)
-        if self._is_priced(drafts, times):
-            spent_s = times.pass_s + times.draft_s - self.passes.seconds(times.num_fed)
-            return self._learn_costs(times, work, dict.fromkeys(work, max(0.0, spent_s) / max(1, len(work))))
+        if is_whole:
+            spent_s = max(0.0, times.pass_s + times.draft_s - self.passes.seconds(times.num_fed))
+            return self._learn_costs(times, work, dict.fromkeys(work, spent_s))
         return self._learn_costs(times, work, times.drafters)
 
     def _learn_costs(self, times: PassTimes, work: dict[str, list[int]], spent: Mapping[str, float]) -> float:

@@ -119,13 +119,13 @@ class Survey:
     def _offer(self, job: Job, ask: Ask, record: JobRecord, pass_s: float) -> Offer:
         known = self._known
         width = ask.width if known.passes.is_known else min(ask.width, FIRST_WIDTH)
-        if not job.tree:
-            width = min(width, known.longest.get(ask.drafter, width))
         # Catching up is spread over what is left of the answer, about two tokens a round
         entry_s = known.read_s(job, ask.drafter) * min(1.0, 2.0 / max(1, job.limit - len(job.tokens)))
         branches = ask.tree and ask.drafter not in known.chains_only
         must_branch = branches and bool(job.tree)
         may_branch = must_branch or (branches and ask.drafter not in known.longest)
+        if not must_branch:
+            width = min(width, known.longest.get(ask.drafter, width))
         return Offer(ask.drafter, width, record.shift, round(entry_s / (CHARGE * pass_s)), may_branch, must_branch)
 
     def groups(self, now: Situation, *, trees: bool, views: Sequence[View] | None = None) -> list[Group]:

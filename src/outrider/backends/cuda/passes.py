@@ -35,7 +35,8 @@ from outrider.models.cache import progress
 from outrider.sampling.ops import remember
 from outrider.types import Scores, Slot
 
-LONG = GRAPH_ROWS[-1]  # tokens of a chain beyond which torch's attention is worth a pass that is no graph
+LONG, LONGEST = 64, 512  # tokens of a chain from which torch's attention for prompts is faster: of one, of many
+FAR = 8192  # tokens of a sequence: up to here a graph is up to 9 times quicker, or less than a tenth slower
 STRICT_ROWS = 16  # of every pass in strict mode: the smallest size our products have
 
 Scored = tuple[torch.Tensor, dict[int, torch.Tensor]]
@@ -156,10 +157,19 @@ class Passes(PagedSequences):
 
     def _score_once(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Everything in one pass."""
-        is_long = [count > LONG and index not in spans.parents for index, count in enumerate(spans.counts)]
-        if not any(is_long) and sum(spans.counts) <= GRAPH_ROWS[-1]:
+        if sum(spans.counts) <= GRAPH_ROWS[-1] and not self._is_far(spans):
             return self._score_pieces(spans, whole(spans.counts), spans.tokens, hidden)
+        # each has calls of its own there, in every layer: for many chains that is slower than their attention
+        limit = min(LONGEST, LONG * max(1, sum([count > LONG for count in spans.counts])))
+        is_long = [count > limit and index not in spans.parents for index, count in enumerate(spans.counts)]
         return self._score_prompts(spans, is_long, hidden)
+
+    def _is_far(self, spans: Spans) -> bool:
+        """Whether some chain is so long, and so far on, that torch's attention is worth a pass that is no graph."""
+        return any(
+            count > LONG and start + count > FAR and index not in spans.parents
+            for index, (start, count) in enumerate(zip(spans.starts, spans.counts, strict=True))
+        )
 
     def _score_strictly(self, spans: Spans, hidden: Sequence[int]) -> Scored:
         """Passes of one size through kernels of one size: a row's bits depend on nothing but its own tokens.
