@@ -56,6 +56,8 @@ def with_sums_twice(model: str, before: Texts) -> Texts:
 
 def main(model: str, texts: str, out: str, share: str = "1.0", seed: int = 1) -> None:
     before = Texts.load(Path(texts))
+    if len(before.tokens) <= HELD_OUT:
+        sys.exit(f"{texts} has {len(before.tokens)} texts, and the last {HELD_OUT} are held out; name a larger one")
     more = gathered(model, before, float(share), seed) if float(share) else with_sums_twice(model, before)
     whole = Texts([*more.tokens, *before.tokens], [*more.num_prompts, *before.num_prompts])
     whole.save(Path(out))
