@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.base import Spans
+from outrider.backends.cuda import forward
 from outrider.backends.cuda.backend import GpuBackend
 from outrider.backends.forward import run_layers
 from outrider.backends.transformer import TransformerBackend
@@ -244,12 +245,21 @@ def test_without_torchscript_the_same_function_runs_from_python(files: Path, fam
     assert error(feed(backend, opened(backend), tokens), truth(model, tokens)) < 1e-4
 
 
+@pytest.mark.parametrize(("far", "ways"), [(0, {True, False}), (8192, set())], ids=["torch", "graph"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_long_stretches_on_a_gpu_are_attended_to_by_torch(
-    files: Path, family: str, monkeypatch: pytest.MonkeyPatch
+def test_long_stretches_on_a_gpu_are_attended_to_by_torch_where_they_are_far_on(
+    files: Path, family: str, far: int, ways: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New prompts, prompts with a beginning that is known, and decodes beside them, in one pass."""
     monkeypatch.setattr("outrider.backends.cuda.passes.LONG", 6)
+    monkeypatch.setattr("outrider.backends.cuda.passes.FAR", far)
+    attend, by_torch = forward.attend_long, set[bool]()  # whether there was something before it
+
+    def attend_long(qkv: Any, held: Any, out: Any, long: Any, *more: Any) -> None:
+        by_torch.add(long.places is not None)
+        attend(qkv, held, out, long, *more)
+
+    monkeypatch.setattr(forward, "attend_long", attend_long)
     backend, model = load(files / family, kernels="twins"), reference(family)
     texts = [text(count, seed=count) for count in (20, 33, 12, 25)]
     slots = [opened(backend) for _ in texts]
@@ -263,6 +273,7 @@ def test_long_stretches_on_a_gpu_are_attended_to_by_torch(
     scores = backend.score(Spans(slots, known, [len(part) for part in fed], rows, flat), hidden=(1,))
     wanted = np.concatenate([truth(model, t)[len(t) - n :] for t, n in zip(texts, rows, strict=True)])
     assert error(scores.logits, wanted) < 1e-4
+    assert by_torch == ways
     lone = opened(backend)
     again = Spans([lone], [0], [20], [1], np.array(texts[0]))
     assert error(scores.hidden[1][:20], backend.score(again, hidden=(1,)).hidden[1]) < 1e-4

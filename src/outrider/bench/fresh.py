@@ -13,9 +13,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from outrider.bench.work import Work
-from outrider.config import MockConfig
+from outrider.config import MockConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.presets import PRESETS
+from outrider.engine.runner import device_name
 
 CACHE = 2**15  # tokens that each engine has room for on a GPU, where the first would else take nearly all memory
 WARM = "Tell me about the weather in a place that you know."  # asked of both, before it counts
@@ -66,13 +67,8 @@ def readings(
 
 
 def _is_on_gpu(model: str) -> bool:
-    if model in PRESETS and isinstance(PRESETS[model].target, MockConfig):
-        return False
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
+    is_mock = model in PRESETS and isinstance(PRESETS[model].target, MockConfig)
+    return not is_mock and device_name(ModelConfig()) != "cpu"
 
 
 def _count(reading: Reading, plain: Answered, drafted: Answered) -> None:

@@ -29,7 +29,6 @@ JOBS = (1, 4, 16, 64, 256)  # that are drafted for
 STEPS = {1: (1, 2, 3, 4, 5, 6, 7)}  # of chains, for so many jobs
 FEW_STEPS = (1, 4)  # for others
 PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: passes of each size are a graph
-
 DRAFTED = 100  # of one whose answer is drafted
 
 
