@@ -135,9 +135,7 @@ class AdaptiveController:
         is_same = jobs == self._jobs
         if self._left > 0 and rows == self._rows and (is_same or self._take_over(jobs, rooms)):
             self._left -= 1
-            if rooms != self._rooms:  # near the end of an answer
-                return [_within(asks, room) for asks, room in zip(self._asks, rooms, strict=True)]
-            return self._asks
+            return [_within(asks, room) for asks, room in zip(self._asks, rooms, strict=True)]
         before = self._asks
         self._jobs, self._rooms, self._rows = list(jobs), list(rooms), rows
         self._asks = [room if job.width is not None else () for job, room in zip(jobs, rooms, strict=True)]
