@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 import threading
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from outrider.backends.mock import MockBackend
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
+from outrider.errors import PolicyError
+from outrider.sched.policies import Policy
+from outrider.types import Job
 
 TARGET = MockConfig(vocab_size=32, seed=7, sharpness=2.0)
 DRAFT = MockConfig(vocab_size=32, seed=7, sharpness=2.0, drift=0.5)
@@ -55,3 +63,50 @@ def test_fixed_widths_beside_adaptive_ones_with_threads() -> None:
     for one in clients:
         one.join()
     assert not errors
+
+
+class OddPolicy(Policy):
+    """Fails on prompts that begin with 13, in one of several ways."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def order(self, job: Job) -> Any:
+        if job.tokens[0] != 13:
+            return super().order(job)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+ODD_ORDERS = [ValueError("no order"), None, (None,), ("late",), (math.nan,)]
+
+
+@pytest.mark.parametrize("answer", ODD_ORDERS, ids=str)
+def test_a_policy_that_fails_on_one_request_fails_only_that_one(answer: Any) -> None:
+    engine = Engine.load(MockBackend(TARGET), policy=OddPolicy(answer))
+    before = engine.generate([1, 2], max_tokens=4, temperature=0.0)
+    with pytest.raises(PolicyError):
+        engine.generate([13, 2], max_tokens=4, temperature=0.0)
+    streams = [engine.stream([first, 2], max_tokens=4, temperature=0.0) for first in (1, 13, 1)]
+    assert [token for event in streams[0] for token in event.tokens] == before.token_ids
+    with pytest.raises(PolicyError):
+        list(streams[1])
+    assert [token for event in streams[2] for token in event.tokens] == before.token_ids
+    assert engine.num_requests == 0
+
+
+@pytest.mark.parametrize("answer", ODD_ORDERS, ids=str)
+def test_a_policy_that_fails_ends_an_asynchronous_stream(answer: Any) -> None:
+    engine = Engine.load(MockBackend(TARGET), policy=OddPolicy(answer))
+
+    async def read(first: int) -> list[int]:
+        settings: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
+        return [token async for event in engine.astream([first, 2], **settings) for token in event.tokens]
+
+    async def both() -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(read(1), read(13), read(1), return_exceptions=True), 10)
+
+    good, odd, again = asyncio.run(both())
+    assert isinstance(odd, PolicyError)
+    assert len(good) == 4 and good == again

@@ -123,6 +123,12 @@ class QueueFullError(OutriderError):
     status, code = 429, "queue_full"
 
 
+class PolicyError(OutriderError):
+    """A scheduling policy raised or returned something unusable. Only the request it was called for fails."""
+
+    code = "policy_error"
+
+
 class BackendError(OutriderError):
     """The target model broke its contract: wrong shapes, NaN, or an exception of its own."""
 

@@ -20,7 +20,7 @@ from outrider.engine.ahead import RunAhead
 from outrider.engine.commit import take
 from outrider.engine.room import Room
 from outrider.engine.timing import RoundTimer
-from outrider.errors import BackendError, OutriderError
+from outrider.errors import BackendError, OutriderError, PolicyError
 from outrider.metrics import Outcome, PassTimes, Statistics
 from outrider.sampling.logprobs import token_logprobs
 from outrider.sched.scheduler import Scheduler
@@ -95,7 +95,10 @@ class Loop:
             job = self._arrivals.popleft()
             self._num_deadlines += job.deadline is not None
             self.metrics.arrived(job.arrival)
-            self.scheduler.add(job)
+            try:
+                self.scheduler.add(job)
+            except PolicyError as error:
+                self._fail(job, error)
 
     def step(self) -> list[Event]:
         """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""

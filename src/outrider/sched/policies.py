@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, PolicyError
 from outrider.types import Job
 
 Order = tuple[float, ...]
@@ -83,6 +83,17 @@ class Orca(Policy):
 
 
 POLICIES = {kind.name: kind for kind in (Policy, ShortestFirst, ByPriority, EarliestDeadline, Orca)}
+
+
+def checked_order(policy: Policy, job: Job) -> Order:
+    """`policy.order(job)`, or a PolicyError. An order that cannot be compared would break the queue for every job."""
+    try:
+        order = policy.order(job)
+    except Exception as error:
+        raise PolicyError(f"the policy {policy.name} failed on {job}: {type(error).__name__}: {error}") from error
+    if not isinstance(order, tuple) or not all(isinstance(part, (int, float)) and part == part for part in order):
+        raise PolicyError(f"the policy {policy.name} gave {job} the order {order!r}; return a tuple of numbers")
+    return order
 
 
 def find_policy(policy: object) -> Policy:

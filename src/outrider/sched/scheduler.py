@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from outrider.config import SchedulerConfig
-from outrider.sched.policies import Order, Policy, find_policy
+from outrider.sched.policies import Order, Policy, checked_order, find_policy
 from outrider.types import Ask, Job, Plan
 
 OVER_BUDGET = "the step's token budget is full"
@@ -55,10 +55,11 @@ class Scheduler:
         return self._waiting.values()
 
     def add(self, job: Job) -> None:
-        """The job joins the line."""
+        """The job joins the line. A policy that fails on it raises here, before the job is in line."""
+        order = checked_order(self.policy, job)
         self._waiting[job.id] = job
         self._num_entries += 1
-        heappush(self._line, (self.policy.order(job), self._num_entries, job.id))
+        heappush(self._line, (order, self._num_entries, job.id))
 
     def next_in_line(self) -> Job | None:
         """The job that may start next, if the batch has room for it. Nobody overtakes it."""
@@ -93,7 +94,7 @@ class Scheduler:
         if job.id in self._running:
             self._stop(job)
         else:
-            del self._waiting[job.id]
+            self._waiting.pop(job.id, None)  # a job that the policy failed on was never in line
             if len(self._line) > 2 * len(self._waiting) + 64:
                 self._line = [entry for entry in self._line if entry[2] in self._waiting]
                 heapify(self._line)
