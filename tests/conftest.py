@@ -13,7 +13,8 @@ from outrider.backends.mock import MockBackend
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.native.library import library, why_not
+from outrider.native.build import NAME
+from outrider.native.library import FOLDER, library, why_not
 
 settings.register_profile("outrider", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("outrider")
@@ -95,6 +96,13 @@ def caches_agree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return events
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+def pytest_configure() -> None:
+    """Tests of native code are skipped where no library can be built, never because an old one lies there."""
+    reason = why_not()
+    if reason is not None and (FOLDER / NAME).exists():
+        pytest.exit(f"{reason}", returncode=1)
 
 
 def instruction_sets() -> list[str]:

@@ -364,6 +364,15 @@ class Job:
         return f"Job({self.request_id})"
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether the caller can run the same noise again: an explicit seed under `rejection`.
+
+        Text that another request produced may have been made by the noise that judges this one. A drafter that
+        proposed it would break the law, so no drafter may use what it learned or stored from other requests here.
+        """
+        return self.rule == "rejection" and self.params.seed is not None
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 

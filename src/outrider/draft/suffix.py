@@ -55,9 +55,7 @@ class SuffixDrafter(LookupDrafter):
 
     def open(self, job: Job) -> Lookup:
         tenant = job.request.tenant
-        if job.rule == "rejection" and job.params.seed is not None:
-            # A seed may come again, and what it said before was made by the noise that will judge: no proposal may see
-            # that under `rejection`. Such a request keeps to its own text.
+        if job.is_repeatable:  # such a request looks at its own text only
             tenant = f"{tenant}\0{job.id}"
         return SuffixLookup(self.config, self.past, tenant)
 

@@ -52,8 +52,7 @@ class Intake:
         self._check_ids(request.stop_ids, "stop_ids")
         if request.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids", param="stop")
-        # 53 bits: JavaScript and others that read JSON round larger numbers, and a seed must come back as it was told
-        seed = secrets.randbits(53) if sampling.seed is None else int(sampling.seed)
+        seed = fresh_seed() if sampling.seed is None else int(sampling.seed)
         eos = () if request.ignore_eos else self._info.eos_ids
         drafters = self._drafters(request)
         width, max_width, tree = self._shape(request)
@@ -220,6 +219,11 @@ class Intake:
                 raise TokenRangeError(
                     f"{param} has token id {token}; this vocabulary runs from 0 to {size - 1}", param=param
                 )
+
+
+def fresh_seed() -> int:
+    """A seed for a request that brings none. 53 bits: readers of JSON round larger numbers."""
+    return secrets.randbits(53)
 
 
 def is_one_prompt(prompt: object) -> bool:

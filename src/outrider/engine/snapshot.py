@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from outrider.backends.base import Backend, State
-from outrider.engine.intake import Intake
+from outrider.engine.intake import Intake, fresh_seed
 from outrider.engine.statefile import read_state, write_state
 from outrider.errors import RequestError, SnapshotError
 from outrider.metrics import Statistics
@@ -157,7 +157,12 @@ def _job(data: Mapping[str, Any], intake: Intake, methods: Sequence[str], contex
         setattr(job, name, data[name])
     for name, distance in data["times"].items():
         setattr(job, name, None if distance is None else now + distance)
-    job.request, job.stop_ids, job.words = request, frozenset(data["stop_ids"]), seed_words(job.seed, request.choice)
+    job.request, job.stop_ids = request, frozenset(data["stop_ids"])
+    if job.rule == "rejection" and job.params.seed is None:
+        # The original may have gone on with the old noise, and lookups may have stored what it said: drafts made from
+        # that noise must not be judged by it. A fresh key continues the committed tokens with the target's own law.
+        job.seed = fresh_seed()
+    job.words = seed_words(job.seed, request.choice)
     job.statistics = _revived(Statistics, data["statistics"])
     if job.logprobs is not None:
         job.logprobs = [TokenLogprob(*entry) for entry in data["logprobs"]]
