@@ -110,3 +110,23 @@ def test_a_policy_that_fails_ends_an_asynchronous_stream(answer: Any) -> None:
     good, odd, again = asyncio.run(both())
     assert isinstance(odd, PolicyError)
     assert len(good) == 4 and good == again
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_refused_text_of_another_request_is_not_shown(tree: bool) -> None:
+    """Both prompts end alike; the first goes on with a secret that the second is drafted with, and refuses."""
+    secret = [21, 22, 23, 24, 25, 26]
+    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=6, tree=tree)
+    engine.generate([1, 2, 3, 4, *secret], max_tokens=1, temperature=0.0)
+    drafted = 0
+    for event in engine.stream([9, 1, 2, 3, 4], max_tokens=6, temperature=0.0):
+        drafted += len(event.drafts)
+        refused = event.drafts[event.accepted :]
+        assert not set(refused) & set(secret), f"{refused} was refused and shown"
+    assert engine.statistics.drafted > drafted, "nothing was refused: the test proves nothing"
+
+
+def test_refused_text_of_the_same_request_is_shown() -> None:
+    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=6)
+    stream = engine.stream([1, 2, 3, 4, 21, 22, 23, 1, 2, 3, 4], max_tokens=6, temperature=0.0)
+    assert any(event.drafts[event.accepted :] for event in stream)

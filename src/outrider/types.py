@@ -431,6 +431,7 @@ class Drafts:
     sampled; None says that all are one-hot. `makers` names who drafted for each job ("" for nobody); `steps` counts
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
+    `borrowed` names the jobs (by index) whose proposal holds text of another request: refused ones are hidden.
 
     `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
     check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
@@ -449,6 +450,7 @@ class Drafts:
     fallbacks: list[tuple[Job, str]] = field(default_factory=list)
     faults: dict[int, OutriderError] = field(default_factory=dict)
     matched: list[int] = field(default_factory=list)
+    borrowed: set[int] = field(default_factory=set)
     drawn_from: int = 0
     is_deferred: bool = False
     watch: Watch | None = None
@@ -523,7 +525,8 @@ class Event:
 
     The first `accepted` tokens were drafted and kept; the one after them, if any, is the replacement of a refused
     draft, or the bonus when nothing was drafted after the last one kept, or a plain token when nothing was drafted at
-    all. `parents` is there when the drafts were a tree (see `Drafts`). The last event of a request has its `result`.
+    all. `parents` is there when the drafts were a tree (see `Drafts`). Refused drafts from the text of another request
+    are left out of `drafts`. The last event of a request has its `result`.
     """
 
     request_id: str

@@ -22,11 +22,13 @@ class Proposal(NamedTuple):
     """Tokens and, where they branch, the index of the token each follows (-1: the job's last).
 
     matched: how many tokens before them match the place where they were found.
+    borrowed: some of them come from the text of another request.
     """
 
     tokens: Sequence[int]
     parents: list[int] | None = None
     matched: int = 0
+    borrowed: bool = False
 
 
 NOTHING = Proposal(())
@@ -74,6 +76,7 @@ class LookupDrafter:
         tokens: list[int] = []
         matched: list[int] = []
         parents: dict[int, list[int]] = {}
+        borrowed: set[int] = set()
         for job, width, branching in zip(jobs, widths, trees, strict=True):
             if width == 0:
                 counts.append(0)
@@ -82,10 +85,12 @@ class LookupDrafter:
             proposal = self.lookups[job.id].propose(job.tokens, width, branching)
             if proposal.parents is not None:
                 parents[len(counts)] = proposal.parents
+            if proposal.borrowed:
+                borrowed.add(len(counts))
             counts.append(len(proposal.tokens))
             matched.append(proposal.matched)
             tokens += proposal.tokens
-        return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents, matched=matched)
+        return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents, matched=matched, borrowed=borrowed)
 
     def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
         self._read([job for job in plan.jobs if self.reads(job)], least=LATER)

@@ -40,6 +40,8 @@ def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
                     whole.makers[index] = drafts.makers[place]
                 if place in drafts.parents:
                     whole.parents[index] = drafts.parents[place]
+                if place in drafts.borrowed:
+                    whole.borrowed.add(index)
                 owners += [(index, token) for token in range(count)]
     if not owners:
         return whole

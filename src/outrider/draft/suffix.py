@@ -92,10 +92,11 @@ class SuffixLookup:
         for index, line in enumerate(followed):
             if len(line) < depth and text.length == len(tokens) and past.text(places[index]) is text:
                 followed[index] = (line * (depth // len(line) + 1))[:depth]  # up to the last token: a loop repeats
+        borrowed = any(past.text(place) is not text for place in places)
         group = Group(followed)
         if branching and group.low != group.high:
-            return self._tree(group, matched, width)
-        return Proposal(self._chain(group, matched), matched=matched)
+            return self._tree(group, matched, width)._replace(borrowed=borrowed)
+        return Proposal(self._chain(group, matched), matched=matched, borrowed=borrowed)
 
     def close(self) -> None:
         self._past.finish(self._text)

@@ -291,6 +291,8 @@ class Loop:
         ):
             parents = drafts.parents.get(index)
             event = Event(job.request_id, tokens, "", drafted, accepted[index], parents)
+            if index in drafts.borrowed:  # refused text of another request is not this caller's to see
+                event.drafts, event.parents = [drafted[node] for node in verdicts.kept(index)], None
             if index in verdicts.faults:
                 emissions.append(Emission(job, event, error=verdicts.faults[index]))
                 continue
