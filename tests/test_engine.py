@@ -874,7 +874,7 @@ def test_a_drafter_sees_no_job_after_it_was_told_to_forget_it() -> None:
             return super().propose(jobs, widths, trees)
 
         def observe(self, plan: Any, *_: Any) -> int:
-            assert {job.id for job in plan.deciding} <= self.known
+            assert {job.id for job in batch.decode} <= self.known
             return 0
 
         def forget(self, job: Job) -> None:

@@ -18,7 +18,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import DraftError
 from outrider.spec.lookups import Lookups, Odds, Trust, hits_of, worthwhile
 from outrider.spec.router import Router
-from outrider.types import Ask, Drafts, Job, Plan
+from outrider.types import Ask, Drafts, Job, Batch
 from test_sampling import job
 
 GREEDY = {"temperature": 0.0}
@@ -234,5 +234,5 @@ def test_what_was_drawn_by_chance_is_judged_and_never_cut(lookup: type, judged: 
     """Leaving a sampled token out because of what it is would break the law; a certain one may be left out."""
     target = MockBackend(MockConfig(vocab_size=8))
     router = Router([lookup()], target.info, VirtualClock())
-    plan = Plan([], [], [job(8, prompt=[1, 2, 1, 2, 1])], [(Ask("ngram", 3),)])
-    assert router.propose(target, plan, (), lambda *_: [0]).counts == [judged]
+    plan = Batch([], [], [job(8, prompt=[1, 2, 1, 2, 1])], [(Ask("ngram", 3),)])
+    assert router.propose(target, batch, (), lambda *_: [0]).counts == [judged]

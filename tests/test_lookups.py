@@ -21,7 +21,7 @@ from outrider.draft.past import BLOCK, Past, Text
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
-from outrider.types import Job, Plan, Request, SamplingParams, Scores, Verdicts
+from outrider.types import Job, Batch, Request, SamplingParams, Scores, Verdicts
 
 ALL = 10_000  # occurrences: more than there are
 SMALL = SuffixConfig(max_tokens=4096, occurrences=ALL, min_probability=0.0717, smoothing=0.93, factor=3.0)
@@ -64,8 +64,8 @@ def job_of(tokens: Sequence[int], tenant: str = "") -> Job:
 
 
 def observe(drafter: LookupDrafter, *jobs: Job) -> None:
-    plan = Plan(reading=list(jobs), chunks=[0] * len(jobs), deciding=[], asks=[])
-    assert drafter.observe(plan, Scores([], None), Verdicts(None, None)) == 0
+    plan = Batch(reading=list(jobs), chunks=[0] * len(jobs), deciding=[], asks=[])
+    assert drafter.observe(batch, Scores([], None), Verdicts(None, None)) == 0
 
 
 def read_all(drafter: LookupDrafter, job: Job) -> None:

@@ -27,7 +27,7 @@ from outrider.sampling.noise import Noise
 from outrider.sampling.tree import TreeLayout, build_tree_layout, reject_tree
 from outrider.sampling.warp import softmax
 from outrider.spec import round as spec_round
-from outrider.types import Drafts, Job, Plan, Scores, Slot
+from outrider.types import Drafts, Job, Batch, Scores, Slot
 
 from cases import PROMPT, TARGET, Case, measure
 from oracle import SIGNIFICANCE
@@ -62,10 +62,10 @@ def test_trap_1_the_last_token_is_fed_twice(monkeypatch: Patch) -> None:
     """The mock screams, and the scream reaches the caller as a typed error."""
     spans_of = spec_round._spans
 
-    def twice(target: MockBackend, plan: Plan, drafts: Drafts) -> Any:
-        for job in plan.deciding:
+    def twice(target: MockBackend, batch: Batch, drafts: Drafts) -> Any:
+        for job in batch.decode:
             job.cached = max(0, job.cached - 1)
-        return spans_of(target, plan, drafts)
+        return spans_of(target, batch, drafts)
 
     monkeypatch.setattr(spec_round, "_spans", twice)
     with pytest.raises(BackendError, match="holds 3 tokens but was fed position 2"):

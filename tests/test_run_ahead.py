@@ -109,10 +109,10 @@ def stale_proposals_judged(monkeypatch: pytest.MonkeyPatch) -> int:
 
     def spy_take(self: RunAhead, plan: Any) -> Any:
         nonlocal wrong
-        parts = take(self, plan)
+        parts = take(self, batch)
         for members, drafts in parts:
             for index, tokens in zip(members, drafts.proposals(), strict=True):
-                job = plan.deciding[index]
+                job = batch.decode[index]
                 wrong += (job.id, *job.tokens) not in made[tuple(tokens)]
         return parts
 

@@ -22,7 +22,7 @@ from outrider.kv.pages import Pages
 from outrider.sched import policies
 from outrider.sched.policies import ByPriority, EarliestDeadline, Orca, Policy, ShortestFirst, find_policy
 from outrider.sched.scheduler import OVER_BUDGET, Scheduler
-from outrider.types import Ask, FinishReason, Job, Plan, Request, SamplingParams
+from outrider.types import Ask, FinishReason, Job, Batch, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 MODEL = MockConfig(vocab_size=16, context=512, seconds_per_pass=0.1)
@@ -79,17 +79,17 @@ def plainly(jobs: Sequence[Job], rows: int) -> list[Width]:
     return [Width()] * len(jobs)
 
 
-def num_fed(plan: Plan) -> int:
+def num_fed(batch: Batch) -> int:
     """Tokens of a pass at most: chunks, pending tokens, drafts."""
-    pending = sum(len(job.tokens) - job.cached for job in plan.deciding)
-    return sum(plan.chunks) + pending + sum(plan.widths)
+    pending = sum(len(job.tokens) - job.cached for job in batch.decode)
+    return sum(batch.chunks) + pending + sum(batch.widths)
 
 
-def advance(plan: Plan) -> None:
+def advance(batch: Batch) -> None:
     """What a pass without drafts does to the jobs."""
-    for job, chunk in zip(plan.reading, plan.chunks, strict=True):
+    for job, chunk in zip(batch.prefill, batch.chunks, strict=True):
         job.cached += chunk
-    for job in plan.deciding:
+    for job in batch.decode:
         job.cached = len(job.tokens)
         job.tokens.append(2)
 
@@ -254,19 +254,19 @@ def test_a_pass_keeps_to_its_budget(
         scheduler.add(job)
     running = start_all(scheduler)
     plan = scheduler.plan(lambda deciding, rows: [asks[job.id] for job in deciding])
-    assert num_fed(plan) <= max_batch + spare and sum(plan.chunks) <= chunk
-    assert {job.id for job in running if len(job.tokens) - job.cached == 1} <= {job.id for job in plan.deciding}
-    assert len({job.id for job in plan.jobs}) == len(plan.jobs) == len(plan.chunks) + len(plan.asks)
+    assert num_fed(batch) <= max_batch + spare and sum(batch.chunks) <= chunk
+    assert {job.id for job in running if len(job.tokens) - job.cached == 1} <= {job.id for job in batch.decode}
+    assert len({job.id for job in batch.jobs}) == len(batch.jobs) == len(batch.chunks) + len(batch.asks)
     readers = [job for job in running if len(job.tokens) - job.cached > 1]
     if readers:
         first = min(readers, key=lambda job: scheduler.policy.order(job))
-        got = dict(zip([job.id for job in plan.reading], plan.chunks, strict=True))
+        got = dict(zip([job.id for job in batch.prefill], batch.chunks, strict=True))
         unread = len(first.tokens) - first.cached
-        got.update({job.id: len(job.tokens) - job.cached for job in plan.deciding})
+        got.update({job.id: len(job.tokens) - job.cached for job in batch.decode})
         assert got[first.id] >= min(unread, chunk, spare), "the first prompt gets its share"
-    for job, width in zip(plan.deciding, plan.widths, strict=True):
+    for job, width in zip(batch.decode, batch.widths, strict=True):
         wanted = max((ask.width for ask in asks[job.id].asks), default=0)
-        assert width <= wanted and ((job, OVER_BUDGET) in plan.fallbacks) == (width < wanted)
+        assert width <= wanted and ((job, OVER_BUDGET) in batch.fallbacks) == (width < wanted)
 
 
 def test_drafts_share_what_is_left_and_the_widest_give_most() -> None:
@@ -274,7 +274,7 @@ def test_drafts_share_what_is_left_and_the_widest_give_most() -> None:
     scheduler = scheduler_of(jobs, max_batch=4, step_tokens=12)
     start_all(scheduler)
     plan = scheduler.plan(lambda deciding, rows: [Width((Ask("a", width),)) for width in (2, 16, 5)])
-    assert plan.widths == [2, 3, 3] and [job for job, _ in plan.fallbacks] == jobs[1:]
+    assert batch.widths == [2, 3, 3] and [job for job, _ in batch.fallbacks] == jobs[1:]
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 301])

@@ -13,7 +13,7 @@ from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.engine.engine import Engine
 from outrider.metrics import Outcome, PassCosts, PassTimes, Statistics, Tempo
-from outrider.types import Plan, Request, SamplingParams
+from outrider.types import Batch, Request, SamplingParams
 
 from conftest import drafter_of
 
@@ -161,7 +161,7 @@ def test_ngram_lookup_proposes_what_followed_and_repeats_loops() -> None:
     assert lookup([3, 3], 4) == [3, 3, 3, 3]
     assert lookup([1, 2, 3, 4], 4) == []
     assert lookup([1], 4) == []
-    assert drafter.observe(Plan([], [], [], []), None, None) == 0
+    assert drafter.observe(Batch([], [], [], []), None, None) == 0
     assert not drafter.lookups
 
 

@@ -139,3 +139,31 @@ class DraftError(OutriderError):
     """The draft side failed; the request is ended with this error instead of being answered short."""
 
     code = "draft_error"
+
+
+class DeviceLostError(BackendError):
+    """The device is gone, and everything that it held: no request of this engine can go on."""
+
+    code = "device_lost"
+
+
+class wrap_errors:  # noqa: N801
+    """A context that turns exceptions of plug-ins into typed errors: what failed, and the last line of why.
+
+    A class, since a generator-based context costs four times as much, several times a round.
+    """
+
+    __slots__ = ("_error", "_what")
+
+    def __init__(self, error: type[OutriderError], what: str) -> None:
+        self._error = error
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, (self._error, DeviceLostError)):
+            lines = str(cause).strip().splitlines() or [""]
+            error = DeviceLostError if type(cause).__name__ == "AcceleratorError" else self._error
+            raise error(f"{self._what}: {type(cause).__name__}: {lines[-1]}") from cause

@@ -17,8 +17,8 @@ EXACT_ROWS = 64  # passes of more rows share a cost point per power of two
 
 
 @dataclass(slots=True)
-class PassTimes:
-    """Seconds one round spent in each verb (drafting includes catching up), and what it was made of.
+class RoundTimes:
+    """Seconds that one round spent in each verb (drafting includes catching up), and what it was made of.
 
     `steady` rounds fed no prompt: only those say what a token costs.
     """
@@ -30,15 +30,17 @@ class PassTimes:
     num_fed: int
     steady: bool
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
-    is_odd: bool = False  # something was built, or an unusual order tried: nothing to learn costs from
-    is_late: bool = False  # it took longer than it does among others like it
-    queues: bool = False  # passes are queued before they are asked for, where it is clear what comes
-    host_s: float = 0.0  # of all else that a round is: planning, handing out; plain ones have that, too
+    skip: bool = False  # something was built in this round: it says nothing of later ones
+    host_s: float = 0.0  # everything else that a round is: scheduling, stop conditions, delivery
 
     @property
     def pass_s(self) -> float:
         """What a round takes beside its drafts."""
         return self.score_s + self.judge_s + self.host_s
+
+    @property
+    def round_s(self) -> float:
+        return self.draft_s + self.pass_s
 
 
 class Outcome(NamedTuple):
@@ -179,7 +181,7 @@ class WideRounds:
     draft_steps: int = 0
     draft_s: float = 0.0
 
-    def add_pass(self, times: PassTimes, batch: int) -> None:
+    def add_pass(self, times: RoundTimes, batch: int) -> None:
         self.passes += 1
         self.batch += batch
         self.num_fed += times.num_fed
@@ -237,7 +239,7 @@ class Statistics:
         self.rounds_by_depth[depth] = self.rounds_by_depth.get(depth, 0) + times
         self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + times
 
-    def add_pass(self, times: PassTimes, batch: int, speculative: bool, tokens: int) -> None:
+    def add_pass(self, times: RoundTimes, batch: int, speculative: bool, tokens: int) -> None:
         """One pass was taken part in."""
         self.passes += 1
         self.draft_steps += times.draft_steps
@@ -302,8 +304,8 @@ class Statistics:
         """Plain words when speculation does not pay."""
         if self._verdict is not None:
             return self._verdict
-        if self.widths and self.wide.rounds <= sum(times for width, times in self.widths.items() if width):
-            return None  # the engine tried these drafts by itself, and knows what came of them
+        if self.widths:
+            return None  # the engine chose these widths by itself: there is nothing to advise
         speedup, source = self.estimated_speedup, "estimated"
         if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate
             speedup, source = self.measured_speedup, "measured"

@@ -1,4 +1,4 @@
-"""The nouns of the engine: Request, SamplingParams, Job, Plan, Drafts, Scores, Verdicts, Event (and Result).
+"""The nouns of the engine: Request, SamplingParams, Job, Batch, Drafts, Scores, Verdicts, Event (and Result).
 
 Drafts, Scores and Verdicts are one struct of arrays per round. Counts are known on the host; tokens, rows,
 accepted lengths and next tokens are arrays of whatever library the backend computes with, and may stay on a device.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -346,13 +345,12 @@ class Job:
     slot: Slot | None = None
     cached: int = 0
     saved: dict[str, Any] | None = None  # what the target held, while the job waits without a slot (swap, snapshots)
-    epoch: int = 0  # counts the times it did not go on as a draft had assumed
     started: float | None = None  # when it was first let in
     first_token: float | None = None  # when it had its first token
     statistics: Statistics = field(default_factory=Statistics)
-    outbox: deque[Event] | None = None  # events wait here for a stream that reads them
-    wake: Callable[[], None] | None = None  # told when there is something to read
-    wanted: tuple[str, ...] = ()  # drafters that the engine asks now, where the width is its choice: others may rest
+    sink: Callable[[Event], None] | None = None  # takes the events, on the engine's thread
+    on_done: Callable[[], None] | None = None  # called once the job is over, on the engine's thread
+    wanted: tuple[str, ...] = ()  # drafters that propose in this round; the others need not read along
     cancelled: bool = False  # set from any thread, read once a round
     finish_reason: FinishReason | None = None
     result: Result | None = None
@@ -382,31 +380,55 @@ class Job:
 
 
 class Ask(NamedTuple):
-    """What a drafter is asked for: at most `width` tokens, which may branch if `tree`."""
+    """What one drafter is asked for: at most `width` tokens, which may branch if `tree`."""
 
     drafter: str
     width: int
     tree: bool = False
 
 
+Asks = tuple[Ask, ...]  # of one job: drafters in turn, until one has something to propose
+
+
+class Ended(NamedTuple):
+    """A job that ended without taking part in a pass: cancelled, past its deadline, or failed at admission."""
+
+    job: Job
+    reason: FinishReason | None = None
+    error: BaseException | None = None
+
+
 @dataclass(slots=True)
-class Plan:
-    """One pass in integers: who reads a piece of prompt, and who decides tokens, how wide."""
+class Batch:
+    """One pass in integers, final once the scheduler returns it: which jobs prefill, which decode, how much fits.
 
-    reading: list[Job]
-    chunks: list[int]  # tokens each reading job is fed; no row is wanted
-    deciding: list[Job]
-    asks: list[tuple[Ask, ...]]  # for each deciding job: drafters in turn, until one has something to say
-    fallbacks: list[tuple[Job, str]] = field(default_factory=list)  # who got less width than asked, and why
+    `room[b]` is the number of drafts that fit for decode job b: the answer's end, the target's rewind, the token budget
+    and the free pages are all taken into account, and the sum over the batch fits.
+    """
 
-    @property
-    def widths(self) -> list[int]:
-        """The most tokens that may be drafted for each deciding job."""
-        return [max((ask.width for ask in asks), default=0) for asks in self.asks]
+    prefill: list[Job]
+    chunks: list[int]  # tokens each prefill job is fed; no row is wanted
+    decode: list[Job]
+    room: list[int]
+    fallbacks: list[tuple[Job, str]] = field(default_factory=list)  # which jobs have less room than wanted, and why
+    ended: list[Ended] = field(default_factory=list)
+    preempted: list[tuple[Job, str]] = field(default_factory=list)  # which jobs lost their slot, and how
+    admitted: list[Job] = field(default_factory=list)
 
     @property
     def jobs(self) -> list[Job]:
-        return self.reading + self.deciding
+        return self.prefill + self.decode
+
+    def select(self, jobs: Collection[Job]) -> Batch:
+        """The same pass for some of its jobs."""
+        prefill = [index for index, job in enumerate(self.prefill) if job in jobs]
+        decode = [index for index, job in enumerate(self.decode) if job in jobs]
+        return Batch(
+            [self.prefill[index] for index in prefill],
+            [self.chunks[index] for index in prefill],
+            [self.decode[index] for index in decode],
+            [self.room[index] for index in decode],
+        )
 
 
 class Watch(Protocol):
@@ -468,6 +490,20 @@ class Drafts:
                 start += count
         return self._proposals
 
+    def select(self, members: Sequence[int], integers: Callable[[Sequence[int]], Array]) -> Drafts:
+        """The drafts of some jobs (by index), on the host. `integers` makes an array of the backend's library."""
+        proposals, starts = self.proposals(), [0, *itertools.accumulate(self.counts)]
+        rows = [row for index in members for row in range(starts[index], starts[index + 1])]
+        return Drafts(
+            [self.counts[index] for index in members],
+            integers([token for index in members for token in proposals[index]]),
+            None if self.probs is None else self.probs[integers(rows), ...],
+            {place: self.parents[index] for place, index in enumerate(members) if index in self.parents},
+            [self.makers[index] for index in members] if self.makers else [],
+            faults={place: self.faults[index] for place, index in enumerate(members) if index in self.faults},
+            borrowed={place for place, index in enumerate(members) if index in self.borrowed},
+        )
+
     def ancestors(self, index: int) -> list[list[int]]:
         """For each row of a job the drafted tokens before it: nothing first, then up to each of its drafts."""
         proposal, parents = self.proposals()[index], self.parents.get(index)
@@ -489,7 +525,7 @@ class Scores:
 
     counts: list[int]
     logits: Array  # [R, V]
-    fed: list[int] = field(default_factory=list)  # tokens the pass was fed for each job of the plan
+    fed: list[int] = field(default_factory=list)  # tokens the pass was fed for each job of the batch
     hidden: dict[int, Array] = field(default_factory=dict)  # layer -> [tokens fed, width], where asked for
     read: list[tuple[Job, Array]] = field(default_factory=list)  # rows [n, V] after a job's next n tokens, if it asked
 

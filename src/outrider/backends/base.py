@@ -5,11 +5,12 @@ A backend names each sequence by a slot. It never sees a request, a rule or a dr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from outrider.errors import ConfigError
+from outrider.errors import BackendError, ConfigError
 from outrider.kv.pages import Page, Pages
 from outrider.models.base import TransformerSpec
 from outrider.sampling.ops import Drawing, SamplingOps
@@ -35,6 +36,8 @@ class ModelInfo:
     trees: bool = False  # whether a span may branch
     num_layers: int = 0  # that `Layered.view` may cut; 0 where it has no such layers
     num_hidden: int = 0  # hidden states on offer: after the embedding (0), after the first layer (1), ...
+    pages: bool = False  # whether sequences share pages that may run out while they grow (`reserve` and the like)
+    prelaunch: bool = False  # whether a device is given passes before the host asks for them: shapes are dear there
     heads: bool = False  # whether heads can sit on it (`HeadHost`): then the last hidden state is after the output norm
 
     def __post_init__(self) -> None:
@@ -80,16 +83,19 @@ class Spans:
     source: Array | None = None
 
 
-class Backend(Protocol):
-    """A model and its sequences. Shortage is a value (None); a broken promise is an exception."""
+class Backend(ABC):
+    """A model and its sequences. Shortage is a value (None); a broken promise is an exception.
 
-    @property
-    def info(self) -> ModelInfo: ...
+    A simple model writes `open`, `length`, `score`, `rewind` and `close`. The other methods have working defaults.
+    """
 
-    @property
-    def ops(self) -> SamplingOps:
-        """Sampling in the array library this model computes with."""
+    info: ModelInfo
+    ops: SamplingOps  # sampling in the array library this model computes with
+    fingerprint: str | None = None  # of the weights, where it is known
+    num_threads: int = 1  # that compute
+    pages: Pages | None = None  # the account of them, if `info.pages`
 
+    @abstractmethod
     def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
         """A new sequence for `tokens` that may grow to `limit`; None when there is no room for it.
 
@@ -97,56 +103,79 @@ class Backend(Protocol):
         (`length` says how many), but never all: one row is left to score.
         """
 
+    @abstractmethod
     def length(self, slot: Slot) -> int:
         """Tokens the slot holds."""
 
+    @abstractmethod
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         """ONE forward pass over everything in `spans`. Rows of slots that want none are left out of the scores.
 
         `hidden` asks for hidden states of every token fed (see `ModelInfo.num_hidden`).
         """
 
+    @abstractmethod
+    def rewind(self, slot: Slot, length: int) -> None:
+        """Go back to an earlier length. Beyond the current length is an error."""
+
+    @abstractmethod
+    def close(self, slot: Slot) -> None:
+        """Give everything the slot holds back."""
+
     def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
-        """After a round: each slot keeps its first `length` tokens and forgets the refused ones.
+        """After a round: each slot keeps its first `length` tokens and forgets the rejected ones.
 
         After a tree, `paths` maps a slot to the places (counted from the sequence's first token) of the nodes it
         keeps; they become its last tokens.
         """
+        for slot, length in zip(slots, lengths, strict=True):
+            self.rewind(slot, length)
 
     def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
         """The slot's first tokens are these, for good: later sequences may start with them. May do nothing."""
 
-    def rewind(self, slot: Slot, length: int) -> None:
-        """Go back to an earlier length. Beyond the current length is an error."""
-
     def fork(self, slot: Slot) -> Slot | None:
         """Another slot with the same contents; the two go separate ways from here."""
+        raise BackendError(f"{self.info.name} cannot fork a sequence")
 
-    def close(self, slot: Slot) -> None:
-        """Give everything the slot holds back."""
-
-    def save(self, slot: Slot) -> State:
-        """The slot's contents as plain data."""
+    def save(self, slot: Slot) -> State | None:
+        """The slot's contents as plain data; None where they cannot be saved, and must be computed again."""
+        return None
 
     def load(self, state: State) -> Slot | None:
         """A new slot with saved contents; None when there is no room."""
+        raise BackendError(f"{self.info.name} cannot load a saved sequence")
 
-
-class Paged(Protocol):
-    """A model whose sequences share room that may run out while they grow. Without this, `open` is asked for all the
-    room a sequence may come to need."""
+    # Of a model whose sequences share pages (`info.pages`). Without them, `open` gets the whole length at once.
 
     def reserve(self, slot: Slot, length: int) -> bool:
         """Whether there is room for `length` tokens of the slot; it is taken at once."""
+        return True
+
+    def trim(self, slot: Slot) -> bool:
+        """Give back what was reserved and not used. Whether there was anything."""
+        return False
 
     def would_free(self, slot: Slot) -> int:
         """Pages that closing the slot would really free: those it does not share."""
+        return 0
 
     def swap_out(self, slot: Slot) -> State:
-        """Contents of the slot that nobody shares, in host memory; the slot stays to be closed."""
+        """Contents of the slot that no other slot shares, in host memory; the slot stays to be closed."""
+        raise BackendError(f"{self.info.name} cannot swap")
 
     def swap_in(self, state: State, tokens: Sequence[int], limit: int, tenant: str = "") -> Slot | None:
         """A slot for `tokens` as `open` gives it, with saved contents as far as they join what is known."""
+        raise BackendError(f"{self.info.name} cannot swap")
+
+    def view(self, layers: int) -> Backend:
+        """A model of the first `layers` layers (of `info.num_layers`), for layer skip: the same weights, cache and
+        slots. What it writes lies ahead of this model's own length, and the next pass of this model writes over it."""
+        raise BackendError(f"{self.info.name} has no layers to cut")
+
+    def build_head(self, file: Any) -> Any:
+        """A draft head that this model computes itself; None where torch does."""
+        return None
 
 
 class Chains(NamedTuple):
@@ -200,9 +229,15 @@ class Measured(Protocol):
         """Of `Rolling.roll`."""
 
 
-class HeadHost(Backend, Protocol):
+class HeadHost(Protocol):
     """What heads need of the model they sit on (`ModelInfo.heads`), beside hidden states. Arrays are torch's, whatever
-    the model itself computes with; one that computes heads itself has a `build_head`, too (`backends.native`)."""
+    the model itself computes with."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def ops(self) -> SamplingOps: ...
 
     @property
     def spec(self) -> TransformerSpec: ...
@@ -220,11 +255,3 @@ class HeadHost(Backend, Protocol):
 
     def unembed(self, hidden: Array) -> Array:
         """Logits of hidden states that are after the output norm. [n, width] -> [n, columns]"""
-
-
-class Layered(Protocol):
-    """A model whose first layers can draft for it (layer skip)."""
-
-    def view(self, layers: int) -> Backend:
-        """A model of the first layers: the same weights, cache and slots. What it writes is ahead of this model's own
-        length and belongs to nobody: the next pass of this model writes over it."""

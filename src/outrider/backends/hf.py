@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from outrider.backends.base import ModelInfo, Paths, Spans, State
+from outrider.backends.base import Backend, ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_chains, check_rewind, check_spans
 from outrider.errors import BackendError, MissingPackageError, ModelFileError
 from outrider.models.gguf import end_tokens, read_metadata
@@ -42,7 +42,7 @@ class Held:
     length: int = 0
 
 
-class HFBackend:
+class HFBackend(Backend):
     """`vocab_size` defaults to the logit columns, `context` to what the configuration names.
 
     Hidden states are taken at the layers themselves, so the last one is before the final norm (that of transformers'

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.backends.base import ModelInfo, Paths, Spans, State
+from outrider.backends.base import Backend, ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_chains, check_rewind, check_spans
 from outrider.backends.torch_common import array_of, sampling_for
 from outrider.checks import check_whole
@@ -59,7 +59,7 @@ class Group:
         return pass_rows[self.rows].view(self.num_spans, -1, pass_rows.shape[1])
 
 
-class MambaBackend:
+class MambaBackend(Backend):
     """`context` may go beyond what the model was trained on. `max_slots` sequences may be open at once; each keeps
     `max_rewind` + 1 states."""
 

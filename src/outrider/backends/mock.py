@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outrider.backends.base import ModelInfo, Paths, Spans, State
+from outrider.backends.base import Backend, ModelInfo, Paths, Spans, State
 from outrider.clock import Clock, SystemClock
 from outrider.config import NUM_BYTES, MockConfig
 from outrider.errors import BackendError
@@ -31,7 +31,7 @@ def _absorb(state: int, token: int) -> int:
     return state ^ (state >> 29)
 
 
-class MockBackend:
+class MockBackend(Backend):
     """See `MockConfig` for what can be set."""
 
     def __init__(

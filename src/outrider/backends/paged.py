@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.backends.base import ModelInfo, Paths, Spans, State
+from outrider.backends.base import Backend, ModelInfo, Paths, Spans, State
 from outrider.backends.checks import check_rewind
 from outrider.errors import BackendError
 from outrider.kv.pages import Pages
@@ -26,10 +26,11 @@ def info_of(
         num_layers=spec.num_layers,
         num_hidden=spec.num_layers + 2,
         heads=True,
+        pages=True,
     )
 
 
-class PagedSequences:
+class PagedSequences(Backend):
     """The part of a backend that keeps account of its sequences. The class above it computes (`score`)."""
 
     info: ModelInfo
@@ -84,6 +85,9 @@ class PagedSequences:
 
     def reserve(self, slot: Slot, length: int) -> bool:
         return self.pages.make_room(slot, length)
+
+    def trim(self, slot: Slot) -> bool:
+        return self.pages.trim(slot)
 
     def would_free(self, slot: Slot) -> int:
         return self.pages.would_free(slot)

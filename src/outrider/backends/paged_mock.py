@@ -135,6 +135,9 @@ class PagedMock(MockBackend):
     def reserve(self, slot: Slot, length: int) -> bool:
         return self.pages.make_room(slot, length)
 
+    def trim(self, slot: Slot) -> bool:
+        return self.pages.trim(slot)
+
     def would_free(self, slot: Slot) -> int:
         return self.pages.would_free(slot)
 

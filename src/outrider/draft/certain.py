@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+from outrider.draft.base import Drafter
+from outrider.types import Batch, Drafts, Job, Scores, Verdicts
 
 PORTION = 1024  # tokens read in one go, of all jobs together
 SHARE = 64  # tokens every job may read however many there are: more than a round emits
@@ -50,12 +51,8 @@ class Lookup(Protocol):
         """The job is over."""
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Proposes what the lookup of each job finds. A subclass says what a lookup is (`open`), and for whom it reads."""
-
-    name = ""
-    hidden: tuple[int, ...] = ()
-    looks_up = True  # what it found decides how much of it is judged, see `spec/lookups.py`
 
     def __init__(self) -> None:
         self.lookups: dict[int, Lookup] = {}
@@ -66,9 +63,6 @@ class LookupDrafter:
     def reads(self, job: Job) -> bool:
         """Whether it reads along with a job that it may never be asked about."""
         return self.name in job.drafters
-
-    def lag(self, job: Job) -> int:
-        return 0
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         self._read([job for job, width in zip(jobs, widths, strict=True) if width], least=1)
@@ -92,8 +86,8 @@ class LookupDrafter:
             tokens += proposal.tokens
         return Drafts(counts, np.asarray(tokens, dtype=np.int64), parents=parents, matched=matched, borrowed=borrowed)
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        self._read([job for job in plan.jobs if self.reads(job)], least=LATER)
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
+        self._read([job for job in batch.jobs if self.reads(job)], least=LATER)
         return 0
 
     def forget(self, job: Job) -> None:

@@ -20,6 +20,7 @@ from typing import cast
 
 from outrider.backends.base import Backend, HeadHost
 from outrider.backends.head_base import DeviceRoller, Entries, Head, Judged
+from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.eagle_seat import Given, Queue, Seat
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
 from outrider.draft.kept_rows import Kept, kept_rows
@@ -31,21 +32,18 @@ from outrider.models.heads import HeadFile, open_head
 from outrider.sampling.branch import OwnRows
 from outrider.sampling.ops import Drawing
 from outrider.sampling.warp import changes_logits
-from outrider.types import Array, Drafts, Job, Plan, Scores, Verdicts
+from outrider.types import Array, Batch, Drafts, Job, Scores, Verdicts
 
 MOST_PENDING = 32  # entries that may wait for a proposal: more are read at once, as long prompts are
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Trees are ranked as in EAGLE-2 (`draft.ranked`); chains are drawn like those of a draft model."""
 
-    name = "eagle"
-
-    def __init__(self, head: Head, promised: Sequence[float] = ()) -> None:
-        """promised: what is kept of its chains up to each place, where it was measured (`draft.base.Promising`)."""
+    def __init__(self, head: Head, prior: Sequence[float] = ()) -> None:
+        """prior: the share of its chains that was kept up to each position, where that was measured."""
         self.head = head
-        self.promised = promised
-        self.hidden = head.hidden
+        self.info = DrafterInfo(name="eagle", hidden_layers=tuple(head.hidden), prior=tuple(prior))
         self.seats: dict[int, Seat] = {}
         self._roller = head.roller()
         self._told: set[int] = set()  # jobs whose gap was reported
@@ -61,8 +59,7 @@ class EagleDrafter:
         file = open_head(path)
         if not isinstance(file.spec, EagleSpec):
             raise ConfigError(f"{path} holds Medusa heads; write medusa:{path}", param="draft")
-        build = getattr(target, "build_head", None)
-        head: Head | None = None if build is None else build(file)
+        head: Head | None = target.build_head(file)
         return cls(head or _torch_head(file, cast(HeadHost, target)), file.kept)
 
     def lag(self, job: Job) -> int:
@@ -71,19 +68,6 @@ class EagleDrafter:
             return 0  # it will not read on; `propose` says why
         seat = self._seat(job)
         return max(0, len(job.tokens) - 1 - (0 if seat is None else seat.seen))
-
-    def draft_s(self, jobs: int, steps: int) -> float | None:
-        """See `draft.base.Priced`."""
-        return None if self._device is None else self._device.roll_s(jobs, steps)
-
-    @property
-    def is_built_by_length(self) -> bool:
-        """See `draft.base.Priced`."""
-        return self._device is not None
-
-    def read_s(self) -> float | None:
-        """See `draft.base.Priced`."""
-        return None if self._device is None else self._device.read_s()
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         drafts = Drafts(counts=[], tokens=None)
@@ -137,7 +121,7 @@ class EagleDrafter:
         self._drop_queue()
         seats, count = [self.seats[job.id] for job in jobs], drafts.counts[0]
         is_read = all(seat.read == len(job.tokens) - 1 for job, seat in zip(jobs, seats, strict=True))
-        num_rows = states[self.hidden[0]].shape[0]  # of a pass that reads prompts, too, there are more
+        num_rows = states[self.info.hidden_layers[0]].shape[0]  # of a pass that reads prompts, too, there are more
         if not is_read or set(drafts.counts) != {count} or num_rows != len(jobs) * (count + 1):
             return None
         drawing = self.head.target.ops.drawing(jobs, count, accepted + 1)
@@ -210,11 +194,11 @@ class EagleDrafter:
         drafts.tokens = self.head.target.ops.integers(tokens)
         return True
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
         ready: list[Job] = []
         if self._queue is not None and self._queue.is_known:
             self._drop_queue()  # nobody has asked for it
-        for kept in kept_rows(plan, scores, verdicts):
+        for kept in kept_rows(batch, scores, verdicts):
             job = kept.job
             if self.name not in job.drafters or len(job.tokens) > self.head.context:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import NoDrafter, certain
 from outrider.types import FORCED, Drafts, Job
 
@@ -11,7 +12,7 @@ from outrider.types import FORCED, Drafts, Job
 class ForcedDrafter(NoDrafter):
     """Proposes the tokens that must come next, for requests with a constraint."""
 
-    name = FORCED
+    info = DrafterInfo(name=FORCED, lookup=True)
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         return certain(

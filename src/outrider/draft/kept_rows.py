@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from outrider.types import Job, Plan, Scores, Verdicts
+from outrider.types import Batch, Job, Scores, Verdicts
 
 
 class Kept(NamedTuple):
@@ -17,15 +17,15 @@ class Kept(NamedTuple):
     decided: bool  # whether the last of them gave the job's last token
 
 
-def kept_rows(plan: Plan, scores: Scores, verdicts: Verdicts) -> Iterator[Kept]:
+def kept_rows(batch: Batch, scores: Scores, verdicts: Verdicts) -> Iterator[Kept]:
     """For every job of the plan that goes on. One whose answer was cut short of its verdict has ended."""
     first = 0
-    for job, chunk in zip(plan.reading, plan.chunks, strict=True):
+    for job, chunk in zip(batch.prefill, batch.chunks, strict=True):
         if not job.done:
             yield Kept(job, job.cached - chunk, range(first, first + chunk), False)
         first += chunk
-    fed, following = scores.fed[len(plan.reading) :], verdicts.next.tolist()
-    for place, (job, num_fed, count) in enumerate(zip(plan.deciding, fed, scores.counts, strict=True)):
+    fed, following = scores.fed[len(batch.prefill) :], verdicts.next.tolist()
+    for place, (job, num_fed, count) in enumerate(zip(batch.decode, fed, scores.counts, strict=True)):
         pending = first + num_fed - (count - 1)  # the others are drafts
         rows: Sequence[int] = range(first, pending)
         if count > 1:

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.backends.base import Backend, Spans
+from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.growth import Sprout, grow
 from outrider.draft.rolling import roll
-from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
+from outrider.types import Array, Drafts, Job, Slot
 
 
-class LayerSkipDrafter:
-    """`view` is the target's first layers (`backends.base.Layered`), under the target's slots."""
+class LayerSkipDrafter(Drafter):
+    """`view` is the target's first layers (`Backend.view`), under the target's slots."""
 
-    name = "layerskip"
-    hidden = ()
+    info = DrafterInfo(name="layerskip")
 
     def __init__(self, view: Backend) -> None:
         self.view = view
+
+    @property
+    def profile_name(self) -> str:
+        return self.view.info.name
 
     def lag(self, job: Job) -> int:
         return max(0, len(job.tokens) - job.cached - 1)  # what the target has not read, it reads for both
@@ -45,9 +49,6 @@ class LayerSkipDrafter:
         once, tokens = [1] * len(active), self.view.ops.fed([job.tokens[-1] for job in active])
         starts = [self.view.length(slot) for slot in slots]
         return roll(self.view, jobs, rooms, Spans(slots, starts, once, once, tokens), drafts)
-
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        return 0
 
     def forget(self, job: Job) -> None:
         if job.slot is not None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.types import Drafts, Job, Plan, Scores, Verdicts
+from outrider.draft.base import Drafter, DrafterInfo
+from outrider.types import Drafts, Job
 
 Script = Callable[[Sequence[int], int], Sequence[int]]  # (tokens so far, width) -> at most width tokens
 
@@ -17,29 +18,19 @@ def certain(proposals: Sequence[Sequence[int]]) -> Drafts:
     return Drafts([len(proposal) for proposal in proposals], tokens)
 
 
-class NoDrafter:
-    """Plain decoding: never has anything to say."""
+class NoDrafter(Drafter):
+    """Never has anything to propose."""
 
-    name = "none"
-    hidden = ()
-
-    def lag(self, job: Job) -> int:
-        return 0
+    info = DrafterInfo(name="none")
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         return certain([()] * len(jobs))
-
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        return 0
-
-    def forget(self, job: Job) -> None:
-        pass
 
 
 class ScriptedDrafter(NoDrafter):
     """Proposes what a function of the tokens so far says."""
 
-    name = "scripted"
+    info = DrafterInfo(name="scripted")
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -17,23 +17,22 @@ import torch
 from outrider.backends.base import Backend, HeadHost
 from outrider.backends.medusa_head import MedusaHead
 from outrider.backends.torch_common import array_of
+from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.growth import Sprout
 from outrider.draft.kept_rows import kept_rows
 from outrider.draft.ranked import grow_heads
 from outrider.errors import ConfigError
 from outrider.models.head_spec import MedusaSpec
 from outrider.models.heads import open_head
-from outrider.types import Array, Drafts, Job, Plan, Scores, Verdicts
+from outrider.types import Array, Batch, Drafts, Job, Scores, Verdicts
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Trees are cartesian: at each depth the same few tokens, and the nodes with the largest products stay."""
-
-    name = "medusa"
 
     def __init__(self, head: MedusaHead) -> None:
         self.head = head
-        self.hidden = head.hidden
+        self.info = DrafterInfo(name="medusa", hidden_layers=head.hidden)
         self.states: dict[int, tuple[int, torch.Tensor]] = {}  # job -> its length, and the hidden state to guess from
         self._rows: dict[int, torch.Tensor] = {}  # of the proposals under way, [depth, V] each
 
@@ -64,11 +63,11 @@ class MedusaDrafter:
         drafts.steps = int(depth > 0)
         return drafts
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
-        for kept in kept_rows(plan, scores, verdicts):
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
+        for kept in kept_rows(batch, scores, verdicts):
             job = kept.job
             if self.name in job.drafters and kept.decided:
-                state = torch.as_tensor(scores.hidden[self.hidden[0]][kept.rows[-1]])
+                state = torch.as_tensor(scores.hidden[self.info.hidden_layers[0]][kept.rows[-1]])
                 self.states[job.id] = (len(job.tokens), state.clone())
         return 0
 

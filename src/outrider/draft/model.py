@@ -16,11 +16,12 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from outrider.backends.base import Backend, Chains, Rolled, Rolling, Spans
+from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.growth import Sprout, grow
 from outrider.draft.join import Part, join
 from outrider.draft.rolling import fill, roll
 from outrider.sampling.ops import Drawing
-from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
+from outrider.types import Array, Batch, Drafts, Job, Scores, Slot, Verdicts
 
 MOST_WEIGHED = 64 * 2**20  # numbers of rows that may wait for a verdict while the next are drawn
 FEW = 16  # tokens that a job may have unread at any time: what a round emitted
@@ -52,17 +53,17 @@ class Rolls(NamedTuple):
     drafts: Drafts
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """`chunk` is the most tokens of prompts it reads in one step, of all jobs together.
 
     A draft that `shares_slots` keeps its state under the target's page ids: what the target remembers of earlier
     sequences, the draft remembers too.
     """
 
-    name = "model"
-    hidden = ()
+    method = "model"
 
     def __init__(self, backend: Backend, *, chunk: int = 512, shares_slots: bool = False) -> None:
+        self.info = DrafterInfo(name=self.method, run_ahead=backend.info.max_rewind is None)
         self.backend = backend
         self.chunk = chunk
         self.shares_slots = shares_slots
@@ -72,6 +73,10 @@ class ModelDrafter:
         self._rolled: list[Rolls] = []  # what it drafted by itself in this round
         self._queue: Queue | None = None
         self._assumed: dict[int, int] = {}  # drafts it took for emitted while it ran ahead in this round, by job id
+
+    @property
+    def profile_name(self) -> str:
+        return f"{self.name}:{self.backend.info.name}"
 
     def lag(self, job: Job) -> int:
         if len(job.tokens) > self.backend.info.context or job.id in self._unseated:
@@ -98,11 +103,6 @@ class ModelDrafter:
                 return chains
         grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
-
-    def draft_s(self, jobs: int, steps: int) -> float | None:
-        """See `draft.base.Priced`."""
-        measure = getattr(self.backend, "roll_s", None)
-        return None if measure is None else measure(jobs, steps)
 
     def _propose_chains(self, jobs: Sequence[Job], rooms: Sequence[int]) -> Drafts | None:
         """Chains of a model that goes on by itself: what it began behind the last verdict, and the others now. None
@@ -187,9 +187,9 @@ class ModelDrafter:
         lengths = {self.seats[jobs[index].id].slot: len(jobs[index].tokens) for index in members}
         return members if cast(Rolling, self.backend).arrive(queue.rolled, lengths) else []
 
-    @property
-    def runs_ahead(self) -> bool:
-        return self.backend.info.max_rewind is None
+    def reserve_ahead(self, job: Job, length: int) -> bool:
+        """While both threads work no pages are taken, so they are taken before. Only shared ones can be short."""
+        return not self.shares_slots or job.slot is None or self.backend.reserve(job.slot, length)
 
     def propose_ahead(self, jobs: Sequence[Job], assumed: Sequence[int], widths: Sequence[int]) -> Drafts:
         """What would follow. The jobs are copies, whose last `assumed[b]` tokens are drafts that are not judged yet."""
@@ -214,12 +214,12 @@ class ModelDrafter:
         self._queue = None
         cast(Rolling, self.backend).drop(queue.rolled)
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
         if self._queue is not None:
-            self._check_queue(self._queue, plan, verdicts)
+            self._check_queue(self._queue, batch, verdicts)
         self._look_at_rolled()
         behind = []
-        for job in plan.jobs:
+        for job in batch.jobs:
             if self.name not in job.drafters:
                 continue
             seat = self.seats.get(job.id)
@@ -307,12 +307,12 @@ class ModelDrafter:
         scores = self.backend.score(self._spans(seats, starts, fed, rows, parents))
         return scores.logits[:, : self.backend.info.vocab_size]
 
-    def _check_queue(self, queue: Queue, plan: Plan, verdicts: Verdicts) -> None:
+    def _check_queue(self, queue: Queue, batch: Batch, verdicts: Verdicts) -> None:
         """The host knows the verdict now, which the device went on behind. It is good for the next proposal only."""
-        if not self._rolled or {job.id for job in plan.deciding} != queue.lengths.keys():
+        if not self._rolled or {job.id for job in batch.decode} != queue.lengths.keys():
             self._drop(queue)
             return
-        for job, accepted in zip(plan.deciding, verdicts.accepted.tolist(), strict=True):
+        for job, accepted in zip(batch.decode, verdicts.accepted.tolist(), strict=True):
             queue.lengths[job.id] += accepted + 1
 
     def _note_read(self, job: Job, seat: Seat) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.config import NgramConfig
+from outrider.draft.base import DrafterInfo
 from outrider.draft.certain import NOTHING, Lookup, LookupDrafter, Proposal
 from outrider.types import Job
 
@@ -20,7 +21,7 @@ LONGEST_MATCH = 16  # how far back it is looked how much of the text matches
 class NgramDrafter(LookupDrafter):
     """Proposes what followed the last n tokens before, in the request's own text."""
 
-    name = "ngram"
+    info = DrafterInfo(name="ngram", lookup=True)
 
     def __init__(self, config: NgramConfig | None = None) -> None:
         super().__init__()

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.backends.base import Backend, Spans
+from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.vocab import GROWTH, SPARE, Translation, end_reason, past_reason, split_text
 from outrider.errors import DraftError, VocabularyError
-from outrider.types import Array, Drafts, Job, Plan, Scores, Slot, Verdicts
+from outrider.types import Array, Batch, Drafts, Job, Scores, Slot, Verdicts
 
 
 @dataclass(slots=True)
@@ -47,11 +48,10 @@ class Draft:
     proposal: list[int] = field(default_factory=list)  # the text so far in the target's tokens
 
 
-class ReencodeDrafter:
+class ReencodeDrafter(Drafter):
     """`chunk` is the most tokens it reads of a long prompt in one step."""
 
-    name = "reencode"
-    hidden: tuple[int, ...] = ()
+    info = DrafterInfo(name="reencode")
 
     def __init__(self, backend: Backend, translation: Translation, *, chunk: int = 512) -> None:
         info = backend.info
@@ -92,9 +92,9 @@ class ReencodeDrafter:
         drafts.tokens = np.asarray([token for proposal in proposals for token in proposal], dtype=np.int64)
         return drafts
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> int:
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
         behind: list[tuple[Seat, list[int]]] = []
-        for job in plan.jobs:
+        for job in batch.jobs:
             if self.name not in job.drafters:
                 continue
             seat = self.seats.get(job.id)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 
 from outrider.config import SuffixConfig
+from outrider.draft.base import DrafterInfo
 from outrider.draft.certain import NOTHING, Lookup, LookupDrafter, Proposal
 from outrider.draft.past import Past
 from outrider.types import Job
@@ -46,7 +47,7 @@ Bud = tuple[float, int, int, int, Group]
 class SuffixDrafter(LookupDrafter):
     """Proposes what most often followed the longest match, as far as the counts justify it."""
 
-    name = "suffix"
+    info = DrafterInfo(name="suffix", lookup=True)
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ PLACES = 4096  # after so many, what is spoiled comes again
 class SyntheticDrafter(ModelDrafter):
     """`share` of its tokens are what a greedy target says, each by itself."""
 
-    name = "synthetic"
+    method = "synthetic"
 
     def __init__(self, backend: Backend, share: float, *, chunk: int = 512, shares_slots: bool = False) -> None:
         super().__init__(backend, chunk=chunk, shares_slots=shares_slots)

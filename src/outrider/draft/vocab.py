@@ -246,7 +246,7 @@ class Line:
         return len(self.ends) - 1
 
 
-class TranslatedBackend:
+class TranslatedBackend(Backend):
     """A draft model that speaks the target's token ids. Slots are the draft's own; see `backends.base.Backend`.
 
     `info.context` is what fits when every token is shared: `room` says how much really does. Likewise tokens of the
@@ -464,10 +464,10 @@ class TranslatedDrafter(ModelDrafter):
     """A `ModelDrafter` that knows how much of the draft's context the answer takes up in the draft's own tokens."""
 
     backend: TranslatedBackend
-    runs_ahead = False  # what it holds ahead is not one token for one
 
     def __init__(self, backend: TranslatedBackend, *, chunk: int = 512) -> None:
         super().__init__(backend, chunk=chunk)
+        self.info = replace(self.info, run_ahead=False)  # what it holds ahead is not one token for one
         self._past: set[int] = set()  # jobs that have outgrown the draft's context
 
     def lag(self, job: Job) -> int:

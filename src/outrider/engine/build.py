@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from array_api_compat import is_torch_namespace
+
 from outrider.backends.base import Backend
 from outrider.backends.mock import MockBackend, mock_tokenizer
-from outrider.clock import Clock
+from outrider.clock import Clock, SystemClock
 from outrider.config import MockConfig, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
 from outrider.draft.eagle import EagleDrafter
@@ -18,6 +20,7 @@ from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.reencode import ReencodeDrafter
+from outrider.draft.run_ahead import Cores, RunAheadDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.vocab import TranslatedBackend, TranslatedDrafter, Translation, Vocabulary
@@ -25,7 +28,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import Loaded, Named, fetch_head, load_draft, load_models, mean_the_same
 from outrider.engine.methods import DraftSpec, parse_drafts
 from outrider.engine.presets import PRESETS
-from outrider.engine.pricing import measure, rehearse
+from outrider.engine.profile import profile
 from outrider.engine.runner import require_torch, second_gpu
 from outrider.errors import ConfigError, MissingDraftError, VocabularyError
 from outrider.models.own_heads import find_head
@@ -59,9 +62,10 @@ def build_engine(
     lookups: Lookups,
     run_ahead: bool | Literal["always"] = False,
     clock: Clock | None = None,
+    threaded: bool = True,
 ) -> Engine:
     """See `Engine.load`."""
-    if not isinstance(target, (str, os.PathLike)) and not _has(target, "score"):
+    if not isinstance(target, (str, os.PathLike, Backend)):
         raise ConfigError(f"target must be a name or a backend, got {type(target).__name__}", param="target")
     preset = PRESETS.get(target) if isinstance(target, str) else None
     is_presets = preset is not None and draft is None  # nobody asked for it by name
@@ -82,22 +86,39 @@ def build_engine(
         for spec, other in zip(specs, others, strict=True)
         if first.backend.info.heads or not (is_presets and spec.method == "eagle")
     ]
-    prices = None
-    if model.draft_device is None:
-        rehearse(first.backend, drafters, scheduling)
-    if speculation.width is None and model.draft_device is None:
-        prices = measure(first.backend, drafters, scheduling.max_batch, speculation.max_width)
+    costs = None
+    if (
+        speculation.width is None and any(not drafter.info.lookup for drafter in drafters)
+    ) or first.backend.info.prelaunch:
+        costs = profile(first.backend, drafters, scheduling, clock or SystemClock())
+    if run_ahead:
+        drafters = _ahead(drafters, first.backend, always=run_ahead == "always")
     return Engine(
         first.backend,
         drafters,
         tokenizer=tokenizer or first.tokenizer,
         scheduling=scheduling,
         speculation=speculation,
-        run_ahead=run_ahead,
         defaults=preset.defaults if preset else None,
-        prices=prices,
+        costs=costs,
         clock=clock,
+        threaded=threaded,
     )
+
+
+def _ahead(drafters: Sequence[Drafter], target: Backend, *, always: bool) -> list[Drafter]:
+    """Drafters that can run ahead, wrapped so that they do."""
+    able = [drafter for drafter in drafters if drafter.info.run_ahead]
+    if not able:
+        names = ",".join(drafter.name for drafter in drafters) or "none"
+        raise ConfigError(
+            f"run_ahead needs a draft model; {names} does not draft ahead, leave run_ahead out", param="run_ahead"
+        )
+    cores = Cores(None) if is_torch_namespace(target.ops.xp) else None
+    return [
+        RunAheadDrafter(drafter, target.ops, always=always, cores=cores) if drafter in able else drafter
+        for drafter in drafters
+    ]
 
 
 class Target(NamedTuple):
@@ -206,9 +227,8 @@ def _translation(target: Backend, tokenizer: Tokenizer | None, draft: Loaded) ->
 
 
 def _layer_skip(target: Backend, layers: int | None) -> Drafter:
-    view = getattr(target, "view", None)
     num_layers = target.info.num_layers
-    if view is None or num_layers < 2:
+    if num_layers < 2:
         raise ConfigError(
             f"layerskip needs a transformer of two layers or more that runs on our own backend, not "
             f"{target.info.name}; choose another draft",
@@ -221,7 +241,7 @@ def _layer_skip(target: Backend, layers: int | None) -> Drafter:
             f"write layerskip:{max(1, num_layers // 4)}",
             param="draft",
         )
-    return LayerSkipDrafter(view(chosen))
+    return LayerSkipDrafter(target.view(chosen))
 
 
 def _head(spec: DraftSpec, target: Backend) -> Drafter:
@@ -239,8 +259,7 @@ def _head(spec: DraftSpec, target: Backend) -> Drafter:
 
 
 def _own_head(target: Backend) -> Path:
-    own = getattr(target, "fingerprint", None)
-    path = None if own is None else find_head(own)
+    path = None if target.fingerprint is None else find_head(target.fingerprint)
     if path is None:
         raise ConfigError(
             f"no EAGLE head belongs to {target.info.name}; train one (outrider train eagle), or write eagle:PATH",
@@ -253,9 +272,9 @@ def _given(draft: Any, target: Backend, chunk: int) -> Drafter:
     """A backend or a drafter of the caller's own."""
     if isinstance(draft, ModelDrafter):
         _check_sizes(target, draft.backend)
-    if _has(draft, "propose"):
-        return draft  # type: ignore[no-any-return]
-    if _has(draft, "score"):
+    if isinstance(draft, Drafter):
+        return draft
+    if isinstance(draft, Backend):
         _check_sizes(target, draft)
         return ModelDrafter(draft, chunk=chunk)
     raise ConfigError(f"draft must be a name, a backend or a drafter, got {type(draft).__name__}", param="draft")
@@ -269,7 +288,3 @@ def _check_sizes(target: Backend, draft: Backend) -> None:
             "choose a draft with the target's vocabulary, or name one that brings its tokenizer",
             param="draft",
         )
-
-
-def _has(thing: Any, method: str) -> bool:
-    return callable(getattr(thing, method, None))

@@ -1,56 +1,48 @@
-"""The engine as people call it: generate, stream, astream, cancel.
+"""The engine as people call it: generate, stream, astream, cancel, snapshot.
 
-It turns requests into jobs and drives the loop (`loop.Loop`). Whoever waits for an answer drives; a lock makes one step
-at a time, and the jobs of other callers move along in the same passes.
+Requests become jobs and go into a queue. One thread of the engine takes them from there and drives the loop
+(`loop.Loop`); callers read events and results. With `threaded=False` there is no thread: `step`, `generate` and the
+iteration of streams drive the loop, all from one thread of the caller's.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock, SystemClock
 from outrider.config import USUAL_WIDTH, ModelConfig, NgramConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
 from outrider.draft.base import Drafter
 from outrider.draft.forced import ForcedDrafter
-from outrider.engine.ahead import Payoff, RunAhead
 from outrider.engine.intake import Intake, is_one_prompt
 from outrider.engine.loop import Loop
 from outrider.engine.snapshot import Snapshot
 from outrider.engine.stream import Stream
-from outrider.engine.turn import Turn
-from outrider.errors import (
-    ConfigError,
-    NotReadyError,
-    OutriderError,
-    QueueFullError,
-    RequestError,
-    SnapshotError,
-)
+from outrider.engine.thread import EngineThread
+from outrider.errors import ConfigError, NotReadyError, OutriderError, QueueFullError, RequestError, SnapshotError
 from outrider.metrics import Statistics
 from outrider.sched.policies import Policy
 from outrider.serving import ServingMetrics
-from outrider.spec.controller import AdaptiveController
+from outrider.spec.controller import WidthController
+from outrider.spec.cost_model import CostModel
 from outrider.spec.router import Router
-from outrider.spec.width import Controller, Prices
 from outrider.tokenizer.base import ChatTokenizer, Tokenizer
 from outrider.types import Constraint, Event, Job, Prompt, Request, Result
 
 if TYPE_CHECKING:
     import asyncio
 
-log = logging.getLogger("outrider")
+Value = TypeVar("Value")
 
 
 class Engine:
-    """Generates with a target model and a draft. `Engine.load` builds one from names or backends."""
+    """Generates with a target model and drafters. `Engine.load` builds one from names or backends."""
 
     def __init__(
         self,
@@ -60,43 +52,36 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         scheduling: SchedulerConfig | None = None,
         speculation: SpeculationConfig | None = None,
-        controller: Controller | None = None,
-        run_ahead: bool | Literal["always"] = False,
+        controller: WidthController | None = None,
+        costs: CostModel | None = None,
         defaults: Mapping[str, Any] | None = None,
-        prices: Prices | None = None,
         clock: Clock | None = None,
+        threaded: bool = True,
     ) -> None:
         self.clock = clock or SystemClock()
-        router = Router(drafters, target.info, self.clock, inner=[ForcedDrafter()])
+        forced = ForcedDrafter()
+        router = Router(drafters, target.info, self.clock, inner=[forced])
         speculation = speculation or SpeculationConfig()
-        lookups = {drafter.name for drafter in drafters if getattr(drafter, "looks_up", False)}
-        promised = {drafter.name: kept for drafter in drafters if (kept := getattr(drafter, "promised", ()))}
-        controller = controller or AdaptiveController(
-            statistics=lambda: self.loop.statistics, lookups=lookups, prices=prices, promised=promised
+        controller = controller or WidthController(
+            [drafter.info for drafter in [*drafters, forced]],
+            uniform=target.info.prelaunch,
+            costs=costs,
         )
-        self.loop = Loop(
-            target,
-            router,
-            scheduling or SchedulerConfig(),
-            self.clock,
-            controller,
-            speculation.max_width,
-            RunAhead(router, target, Payoff(always=run_ahead == "always")) if run_ahead else None,
-        )
-        self._scheduling = self.loop.scheduler.config
-        longest = [self._scheduling.max_length, self._scheduling.max_in_flight, target.info.context]
+        scheduling = scheduling or SchedulerConfig()
+        self.loop = Loop(target, router, scheduling, self.clock, controller, speculation.max_width)
+        self._scheduling = scheduling
+        longest = [scheduling.max_length, scheduling.max_in_flight, target.info.context]
         info = replace(target.info, context=min(length for length in longest if length is not None))
         self._intake = Intake(info, tokenizer, router.methods, router.method, speculation)
         self.tokenizer = tokenizer
         self._defaults = dict(defaults or {})  # settings of a prompt that does not bring its own
         self._num_submitted = 0
-        self._turn = Turn(after=self._end_cancelled)  # held for one step at a time
         self._intake_lock = threading.Lock()
         self._is_stepping = False
         self._is_open = True
-        self._driver: threading.Thread | None = None  # steps while asynchronous readers wait
-        self._driver_lock = threading.Lock()
-        self._driven: set[Job] = set()
+        self.thread = EngineThread(self.loop) if threaded else None
+        if self.thread is not None:
+            weakref.finalize(self, self.thread.signal_stop)
 
     @classmethod
     def load(
@@ -125,6 +110,7 @@ class Engine:
         ngram: NgramConfig | None = None,
         suffix: SuffixConfig | None = None,
         clock: Clock | None = None,
+        threaded: bool = True,
     ) -> Engine:
         """An engine for a model or a backend of your own.
 
@@ -134,7 +120,7 @@ class Engine:
         something to say drafts. `width` fixes how many tokens are drafted a round (0 is plain); left out, the
         engine chooses up to `max_width`. `run_ahead` lets a draft model work while the target judges, where that pays.
         `ModelConfig` has the other settings of models, `SchedulerConfig` those of serving many requests (`scheduling`
-        gives them all).
+        gives them all). `threaded=False` has no thread: you call `step`.
         """
         from outrider.engine.build import Lookups, build_engine
 
@@ -162,27 +148,30 @@ class Engine:
             lookups=Lookups.of(ngram, suffix),
             run_ahead=run_ahead,
             clock=clock,
+            threaded=threaded,
         )
 
     def step(self) -> list[Event]:
-        """One round for every running job. `generate` and streams call it; you may drive the engine by hand too."""
-        with self._turn:
-            if self._is_stepping:
-                raise _called_back()
-            self._is_stepping = True
-            try:
-                return self.loop.step()
-            finally:
-                self._is_stepping = False
+        """One round for every running job, where you drive the engine yourself (`threaded=False`)."""
+        if self.thread is not None:
+            raise RequestError("this engine has a thread that steps; load it with threaded=False to call step()")
+        if self._is_stepping:
+            raise _called_back()
+        self._is_stepping = True
+        try:
+            return self.loop.step()
+        finally:
+            self._is_stepping = False
 
-    def _end_cancelled(self) -> None:
-        """End cancelled jobs without waiting for a turn: when a thread has it, that thread comes here afterwards."""
-        if self.loop.has_cancelled and self._turn.try_enter():
-            try:
-                if not self._turn.is_nested:  # inside a callback the round itself will see it
-                    self.loop.reap()
-            finally:
-                self._turn.__exit__()
+    def advance(self, job: Job) -> bool:
+        """See `stream.Driver`."""
+        if self.thread is not None:
+            if self.thread.is_mine:
+                raise _called_back()
+            return False
+        if not job.done:
+            self.step()
+        return True
 
     @overload
     def generate(self, prompt: str | Request | Sequence[int], **settings: Any) -> Result: ...
@@ -197,15 +186,20 @@ class Engine:
         What is not given comes from the preset; a Request is taken as it is.
         """
         one = is_one_prompt(prompt)
-        if self._turn.is_mine:
+        if self._is_stepping or (self.thread is not None and self.thread.is_mine):
             raise _called_back()
-        jobs = self._submit([prompt] if one else prompt, settings, streaming=False)
+        jobs = self._jobs([prompt] if one else prompt, settings)
+        done = [threading.Event() for _ in jobs]
+        for job, event in zip(jobs, done, strict=True):
+            job.on_done = event.set
+        self._submit(jobs)
         try:
-            for job in jobs:
+            for job, event in zip(jobs, done, strict=True):
                 while not job.done:
-                    self._step_for(job)
+                    if not self.advance(job):
+                        event.wait()
         finally:
-            self._retire(jobs)
+            self.close_jobs(jobs)
         for job in jobs:
             if job.error is not None:
                 if isinstance(job.error, OutriderError):
@@ -216,7 +210,7 @@ class Engine:
 
     def stream(self, prompt: Prompt | Request, **settings: Any) -> Stream:
         """The answer as it is made: an iterator of events, one per round."""
-        return Stream(self, self._submit([prompt], settings, streaming=True)[0])
+        return self.open_streams([prompt], **settings)[0]
 
     def prepare(self, constraints: Iterable[Any]) -> None:
         """Compile constraints, which may take a while for large ones; requests that use them then begin at once."""
@@ -226,20 +220,26 @@ class Engine:
 
     def open_streams(self, prompts: Sequence[Prompt | Request], **settings: Any) -> list[Stream]:
         """Streams of several requests that begin together, or not at all when one of them is refused."""
-        return [Stream(self, job) for job in self._submit(prompts, settings, streaming=True)]
+        jobs = self._jobs(prompts, settings)
+        streams = [Stream(self, job) for job in jobs]
+        self._submit(jobs)
+        for stream, job in zip(streams, jobs, strict=True):
+            stream.request_id = job.request_id
+        return streams
 
     async def astream(self, prompt: Prompt | Request, **settings: Any) -> AsyncIterator[Event]:
-        """`stream` for asyncio: a thread of the engine drives the passes, so the event loop stays free."""
+        """`stream` for asyncio: the engine's thread makes the passes, so the event loop stays free."""
         import asyncio  # takes long to load, and few need it
 
+        if self.thread is None:
+            raise RequestError("astream needs the engine's thread; load the engine without threaded=False")
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
-        job = self._submit([prompt], settings, streaming=True)[0]
-        job.wake = functools.partial(_wake_reader, job, event_loop, ready)
+        stream = self.stream(prompt, **settings)
+        stream.notify(functools.partial(_wake_reader, stream, event_loop, ready))
         try:
-            self._drive_in_background(job)
             while True:
                 ready.clear()
-                event, is_over = self.poll(job)
+                event, is_over = stream.poll()
                 if event is not None:
                     yield event
                 elif is_over:
@@ -247,87 +247,36 @@ class Engine:
                 else:
                     await ready.wait()
         finally:
-            self.interrupt(job)
+            stream.cancel()
 
-    def _drive_in_background(self, job: Job) -> None:
-        """One thread steps as long as jobs with an asynchronous reader are open."""
-        with self._driver_lock:
-            self._driven.add(job)
-            if self._driver is None:
-                self._driver = threading.Thread(target=self._drive, name="outrider-driver", daemon=True)
-                self._driver.start()
-
-    def _drive(self) -> None:
-        while True:
-            with self._driver_lock:
-                self._driven = {job for job in self._driven if not job.done}
-                if not self._driven:
-                    self._driver = None
-                    return
-            try:
-                self.step()
-            except BaseException:  # its jobs have their error; the others still need a driver
-                log.exception("a step failed")
-
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: str, tenant: str = "") -> bool:
         """End a request from any thread, within the present round. False when there is no such request."""
-        job = self.loop.jobs.get(request_id)
+        job = self.loop.jobs.get((tenant, request_id))
         if job is None:
             return False
-        self.interrupt(job)
+        self.cancel_job(job)
         return True
 
-    def interrupt(self, job: Job) -> None:
-        """Ask a job to end, from any thread, without waiting."""
+    def cancel_job(self, job: Job) -> None:
+        """Flags only: from any thread, without waiting. The engine looks once a round."""
         if not job.done:
             job.cancelled = True
             self.loop.has_cancelled = True
-            self._end_cancelled()
 
-    def next_event(self, job: Job) -> Event | None:
-        """The next event of a streaming job, driving the loop as long as nobody else does; None after the last."""
-        while True:
-            event, is_over = self.poll(job)
-            if event is not None or is_over:
-                return event
-            self._step_for(job)
-
-    def poll(self, job: Job) -> tuple[Event | None, bool]:
-        """The event that can be read now, if any, and whether none will follow. Raises the job's error after its
-        events."""
-        assert job.outbox is not None, f"{job} is not streaming"
-        is_over = job.done  # asked first: what is done has its last event in the outbox
-        if job.outbox:
-            return job.outbox.popleft(), False
-        if is_over and job.error is not None:
-            raise job.error
-        return None, is_over
-
-    def _step_for(self, job: Job) -> None:
-        """Take a step, unless another caller's step serves the job first: hence the short wait, and the second look."""
-        if self._turn.try_enter(timeout=0.002):
-            try:
-                if not job.outbox and not job.done:
-                    self.step()
-            finally:
-                self._turn.__exit__()
-
-    def retire(self, job: Job) -> None:
-        """Its reader is gone: end the job now, if it has not ended."""
-        self._retire([job])
-
-    def _retire(self, jobs: Sequence[Job]) -> None:
+    def close_jobs(self, jobs: Sequence[Job]) -> None:
+        """Their readers are gone: end jobs that have not ended, and wait until what they held is free."""
         open_jobs = [job for job in jobs if not job.done]
-        for job in open_jobs:  # a step under way ends them; called by a callback, that is all there is to do
-            job.cancelled = self.loop.has_cancelled = True
-        if open_jobs and not self._turn.is_mine:
-            with self._turn:
-                self.loop.reap()
+        for job in open_jobs:
+            self.cancel_job(job)
+        if not open_jobs or self._is_stepping:  # called by a callback, the flag is all there is to do
+            return
+        if self.thread is None or not self.thread.is_running:
+            self.loop.reap()
+        elif not self.thread.is_mine:
+            self.thread.call(self.loop.reap)
 
-    def _submit(
-        self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any], *, streaming: bool
-    ) -> list[Job]:
-        """Jobs for all prompts, in line; nothing is started when one of them is wrong. Never waits for a step."""
+    def _jobs(self, prompts: Sequence[Prompt | Request], settings: Mapping[str, Any]) -> list[Job]:
+        """Jobs for all prompts, checked; nothing is submitted. Never waits for a step."""
         self._check_room(len(prompts))
         constraints = {prompt.constraint for prompt in prompts if isinstance(prompt, Request)}
         self.prepare({*constraints, settings.get("constraint")})
@@ -339,14 +288,21 @@ class Engine:
                 if len(prompts) == 1:
                     raise
                 raise type(error)(f"prompt {index}: {error.message}", param=error.param) from None
-        with self._intake_lock:  # not before: reading a long prompt takes its time, and others want to join, too
+        return jobs
+
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        """All of them, or none when there is no room or a name is taken."""
+        with self._intake_lock:  # not before: reading a long prompt takes its time, and other callers join meanwhile
             self._check_room(len(jobs))
             self._name(jobs)
-            for job in jobs:
-                job.statistics.costs = self.loop.statistics.costs
-                job.outbox = deque() if streaming else None
-                self.loop.add(job)
-        return jobs
+            self._start(jobs)
+
+    def _start(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.statistics.costs = self.loop.statistics.costs
+            self.loop.submit(job)
+        if self.thread is not None:
+            self.thread.start()
 
     def _check_room(self, num_requests: int) -> None:
         """Whether so many more may join: the batch and the line behind it have an end."""
@@ -358,7 +314,7 @@ class Engine:
         most = config.max_batch + config.max_queue
         if num_requests > most:
             raise RequestError(
-                f"{num_requests} answers were asked for at once, and {most} fit in here; ask for less", param="n"
+                f"n={num_requests} exceeds the limit of {most} requests (max_batch + max_queue); lower n", param="n"
             )
         if len(self.loop.jobs) + num_requests > most:
             raise QueueFullError(
@@ -367,20 +323,17 @@ class Engine:
             )
 
     def _name(self, jobs: Sequence[Job]) -> None:
-        """Each gets the name its request asked for, or one of its own."""
-        names: set[str] = set()
+        """Each gets the name its request asked for, or one of its own. Names are told apart by tenant."""
+        taken = set(self.loop.jobs)
         for job in jobs:
-            name = job.request.request_id
-            if name is not None and self._is_taken(name, names):
+            tenant, name = job.request.tenant, job.request.request_id
+            if name is not None and (tenant, name) in taken:
                 raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-            while name is None or self._is_taken(name, names):
+            while name is None or (tenant, name) in taken:
                 self._num_submitted += 1
                 name = f"request-{self._num_submitted}"
             job.request_id = name
-            names.add(name)
-
-    def _is_taken(self, name: str, names: set[str]) -> bool:
-        return name in names or name in self.loop.jobs
+            taken.add((tenant, name))
 
     def snapshot(
         self,
@@ -394,17 +347,25 @@ class Engine:
         They go on running here, too. A crash leaves the old file or the new one; only its owner can read it. `notes`
         are plain data of your own, for `Snapshot.read`.
         """
-        with self._turn:
-            if self._is_stepping:
-                raise SnapshotError("a callback cannot take a snapshot; a round is taken whole, so ask after it")
-            jobs = {name: job for name, job in list(self.loop.jobs.items()) if not job.cancelled}
-            for name in request_ids or ():
-                if name not in jobs:
-                    raise RequestError(f"there is no request {name!r} in flight; leave it out", param="request_ids")
-            wanted = jobs.keys() if request_ids is None else dict.fromkeys(request_ids)
-            taken = Snapshot.take(path, self.loop.target, [jobs[name] for name in wanted], self.clock.now())
-        taken.write(notes)  # others need not wait for the disk
+        if self._is_stepping or (self.thread is not None and self.thread.is_mine):
+            raise SnapshotError("a callback cannot take a snapshot; a round is taken whole, so ask after it")
+        taken = self._between_steps(functools.partial(self._take_snapshot, path, request_ids))
+        taken.write(notes)  # other callers need not wait for the disk
         return len(taken.requests)
+
+    def _take_snapshot(self, path: str | os.PathLike[str], request_ids: Sequence[str] | None) -> Snapshot:
+        self.loop.receive()
+        jobs = [job for job in self.loop.jobs.values() if not job.cancelled]
+        names = {job.request_id for job in jobs}
+        for name in request_ids or ():
+            if name not in names:
+                raise RequestError(f"there is no request {name!r} in flight; leave it out", param="request_ids")
+        wanted = names if request_ids is None else set(request_ids)
+        chosen = [job for job in jobs if job.request_id in wanted]
+        return Snapshot.take(path, self.loop.target, chosen, self.clock.now())
+
+    def _between_steps(self, function: Callable[[], Value]) -> Value:
+        return function() if self.thread is None else self.thread.call(function)
 
     def resume(self, source: str | os.PathLike[str] | Snapshot) -> list[Stream]:
         """Go on with the requests of a snapshot: a stream of what is left for each, whose result is the whole answer.
@@ -418,17 +379,15 @@ class Engine:
                 raise NotReadyError("the engine is closed; build a new one with Engine.load")
             jobs = taken.jobs(self.loop.target, self._intake, tuple(self.loop.router.drafters), self.clock.now())
             for job in jobs:
-                if job.request_id in self.loop.jobs:
+                if (job.request.tenant, job.request_id) in self.loop.jobs:
                     raise RequestError(
                         f"request_id {job.request_id!r} is in use; wait for that request to end, or cancel it",
                         param="request_id",
                     )
             self._check_room(len(jobs))
-            for job in jobs:
-                job.statistics.costs = self.loop.statistics.costs
-                job.outbox = deque()
-                self.loop.add(job)
-        return [Stream(self, job) for job in jobs]
+            streams = [Stream(self, job) for job in jobs]
+            self._start(jobs)
+        return streams
 
     def encode(self, text: str) -> list[int]:
         """A text prompt as the model reads it."""
@@ -487,24 +446,34 @@ class Engine:
         """Of serving: waiting times, batch sizes, tokens per second."""
         metrics, scheduler = self.loop.metrics, self.loop.scheduler
         metrics.running, metrics.waiting = len(scheduler.running), len(self.loop.jobs) - len(scheduler.running)
-        pages = getattr(self.loop.target, "pages", None)
+        pages = self.loop.target.pages
         if pages is not None:
             metrics.pages_free, metrics.pages_held, metrics.pages_idle = pages.usage[:3]
         return metrics
 
     def reset_statistics(self) -> None:
-        """Start counting anew. Requests in flight keep their own counts."""
-        with self._turn:
+        """Start counting from zero. Requests in flight keep their own counts."""
+
+        def reset() -> None:
             self.loop.statistics = Statistics()
             self.loop.metrics = ServingMetrics()
+
+        self._between_steps(reset)
+
+    def pause(self) -> None:
+        """Stop stepping after the present step. What is in flight stays as it is, and can be saved; `close` ends it."""
+        if self.thread is not None:
+            self.thread.stop()
 
     def close(self) -> None:
         """End everything that runs and take no more requests."""
         with self._intake_lock:
             self._is_open = False
-        self._retire(list(self.loop.jobs.values()))
-        if self.loop.ahead is not None:
-            self.loop.ahead.close()
+        self.close_jobs(list(self.loop.jobs.values()))
+        if self.thread is not None:
+            self.thread.stop()
+        for drafter in self.loop.router.drafters.values():
+            drafter.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -520,9 +489,9 @@ def _called_back() -> RequestError:
     )
 
 
-def _wake_reader(job: Job, event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
-    """Tell an asynchronous reader, from the thread that drives, that there is something to read."""
+def _wake_reader(stream: Stream, event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+    """Tell an asynchronous reader, from the engine's thread, that there is something to read."""
     try:
         event_loop.call_soon_threadsafe(ready.set)
-    except RuntimeError:  # its event loop is closed: nobody reads any more
-        job.cancelled = True
+    except RuntimeError:  # its event loop is closed: there is no reader any more
+        stream.cancel()

@@ -1,40 +1,37 @@
-"""The loop. One step is: plan, draft, score, judge, commit.
+"""The loop. One step is: schedule, choose widths, draft, score, verify, commit.
 
 `Loop.step` is that sentence; plain decoding is the same loop with width 0. The loop owns the jobs from the moment they
-are added until they end, and brings every cache back to the emitted tokens after each round. It knows nothing of
+are received until they end, and brings every cache back to the emitted tokens after each round. It knows nothing of
 threads, prompts or callers: that is `engine.Engine`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from outrider.backends.base import Backend
 from outrider.clock import Clock
 from outrider.config import SchedulerConfig
-from outrider.engine.ahead import RunAhead
 from outrider.engine.commit import take
-from outrider.engine.room import Room
-from outrider.engine.timing import RoundTimer
-from outrider.errors import BackendError, OutriderError, PolicyError
-from outrider.metrics import Outcome, PassTimes, Statistics
+from outrider.errors import BackendError, DeviceLostError, OutriderError, PolicyError
+from outrider.metrics import Outcome, RoundTimes, Statistics
 from outrider.sampling.logprobs import token_logprobs
-from outrider.sched.scheduler import Scheduler
+from outrider.sched.scheduler import Scheduler, interruption
 from outrider.serving import ServingMetrics
-from outrider.spec.round import emitted, judge, keep, publish, score, slot_of
+from outrider.spec.controller import WidthController
+from outrider.spec.round import emitted, keep, publish, score, slot_of, verify
 from outrider.spec.router import Router
-from outrider.spec.width import Choice, Controller, WidthChooser
 from outrider.types import (
     Array,
+    Asks,
+    Batch,
     Drafts,
     Event,
     FinishReason,
     Job,
-    Plan,
     Result,
     Scores,
     Slot,
@@ -43,6 +40,10 @@ from outrider.types import (
 )
 
 log = logging.getLogger("outrider")
+
+CONTROLLER_FAILED = "the width controller failed"
+
+JobKey = tuple[str, str]  # tenant and request id
 
 
 class Emission(NamedTuple):
@@ -56,6 +57,16 @@ class Emission(NamedTuple):
     path: list[int] | None = None  # places of the drafts that stay in the cache, where they do not follow one another
 
 
+class Round(NamedTuple):
+    """A batch that was scored and verified. After a failure a batch becomes several."""
+
+    batch: Batch
+    drafts: Drafts
+    scores: Scores
+    verdicts: Verdicts
+    times: RoundTimes
+
+
 class Loop:
     """Moves jobs forward, one pass at a time."""
 
@@ -65,95 +76,168 @@ class Loop:
         router: Router,
         scheduling: SchedulerConfig,
         clock: Clock,
-        controller: Controller,
+        controller: WidthController,
         max_width: int,
-        ahead: RunAhead | None = None,
     ) -> None:
-        self.ahead = ahead
         self.target = target
         self.router = router
-        self.scheduler = Scheduler(scheduling)
-        self.room = Room(target, self.scheduler, router, self._preempted)
-        self.width = WidthChooser(target.info, router, controller, max_width)
+        self.controller = controller
+        self.scheduler = Scheduler(scheduling, target, router, clock, max_width)
         self.clock = clock
         self.statistics = Statistics()
         self.metrics = ServingMetrics()
-        self.jobs: dict[str, Job] = {}  # by request id, from `add` to the end
+        self.inbox: SimpleQueue[Job | Callable[[], None] | None] = SimpleQueue()  # jobs and calls from any thread
+        self.jobs: dict[JobKey, Job] = {}  # from `submit` to the end
         self.has_cancelled = False  # set from any thread after a job's `cancelled`
-        self._arrivals: deque[Job] = deque()
-        self._num_deadlines = 0
-        self._pass_s = 0.0  # the least that another step takes
-        self.timer = RoundTimer(clock)
+        self.error: BaseException | None = None  # why no request can be served any more
+        self._begun = 0.0  # when the step began
 
-    def add(self, job: Job) -> None:
-        """From any thread, also while a step is under way: the job joins the line before the next."""
-        self._arrivals.append(job)
-        self.jobs[job.request_id] = job  # from here on it can be cancelled
+    def submit(self, job: Job) -> None:
+        """From any thread: the job is queued before the next step."""
+        self.jobs[job.request.tenant, job.request_id] = job  # from here on it can be cancelled
+        self.inbox.put(job)
 
-    def _receive(self) -> None:
-        while self._arrivals:
-            job = self._arrivals.popleft()
-            self._num_deadlines += job.deadline is not None
-            self.metrics.arrived(job.arrival)
-            try:
-                self.scheduler.add(job)
-            except PolicyError as error:
-                self._fail(job, error)
+    def receive(self, wait: bool = False) -> None:
+        """Take in what came from other threads. wait: until there is something."""
+        try:
+            while True:
+                item = self.inbox.get() if wait else self.inbox.get_nowait()
+                wait = False
+                if isinstance(item, Job):
+                    self._queue(item)
+                elif item is not None:
+                    item()
+        except Empty:
+            pass
+
+    def _queue(self, job: Job) -> None:
+        self.metrics.arrived(job.arrival)
+        try:
+            if self.error is not None:
+                raise DeviceLostError(f"the engine cannot serve any more: {self.error}")
+            self.scheduler.add(job)
+        except (DeviceLostError, PolicyError) as error:
+            self._fail(job, error)
 
     def step(self) -> list[Event]:
-        """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt."""
-        timer = self.timer
-        timer.begin()
-        events = self.reap()
-        self._admit()
-        plan = self._plan()
+        """Move every running job one round forward: 1 to width + 1 tokens each, or a chunk of its prompt.
+
+        Everything that can raise is inside: a policy, drafter, processor, callback or backend that fails ends the
+        requests at fault, and the others go on.
+        """
+        self.receive()
+        self._begun = self.clock.now()
+        batch, events = Batch([], [], [], []), list[Event]()
         try:
-            self.room.fit(plan)
-            if not plan.jobs:
+            batch = self.scheduler.next_batch(may_cancel=self._take_cancelled())
+            events += self._settle(batch)
+            if not batch.jobs:
                 return events
-            timer.planned()
-            ready = self.ahead.take(plan) if self.ahead is not None else ()
-            drafts = self.router.propose(self.target, plan, ready, self.width.controller.worth)
-            draft_s = timer.lap()
-            if self.ahead is not None:
-                self.ahead.start(plan, drafts)
-            if not self.width.stands(plan):
-                drafts.follow = None  # what is asked for next may be something else
-            # ONE pass: prompt chunks, pending tokens and drafts alike
-            scores = score(self.target, plan, drafts, self.router.hidden, self.width.goes_on(plan, drafts))
-            score_s = timer.lap()
-            verdicts = judge(self.target, plan, drafts, scores)
-            num_fed = sum(scores.fed)
-            steady = num_fed == sum(scores.counts) and not plan.reading  # a row for every token: no prompt
-            times = PassTimes(draft_s, score_s, timer.lap(), drafts.steps, num_fed, steady)
-            timer.take(times, verdicts, queues=self.target.ops.queues)
-            told = self._commit(plan, drafts, scores, verdicts, times)
-            seconds = timer.end()
-            if self.ahead is not None and steady and any(drafts.counts) and not verdicts.is_first:
-                self.ahead.payoff.add(sum([len(event.tokens) for event in told]), seconds)
-            return events + told
+            widths = self._choose(batch)
+            drafts = self.router.propose(self.target, batch, widths, self.controller.trim)
+            for part in self._score_and_verify(batch, drafts):
+                events += self._commit(part)
+            return events
         except BaseException as error:
-            if self.ahead is not None:
-                self.ahead.abandon()
-            self._fail_pass(plan, error)
+            self._fail_step(batch, error)
             if not isinstance(error, Exception):
                 raise
             return events
 
-    def reap(self) -> list[Event]:
-        """End what was cancelled or is late."""
+    def _take_cancelled(self) -> bool:
         has_cancelled, self.has_cancelled = self.has_cancelled, False  # before looking: a later cancel sets it again
-        self._receive()
-        now = self.clock.now() + (self._pass_s if self.scheduler.policy.drops_late else 0.0)
-        watched = list(self.scheduler.running)
-        if has_cancelled or self._num_deadlines:  # a long queue is walked only when something may have happened
-            watched += self.scheduler.waiting
-        interrupted = [(job, reason) for job in watched if (reason := _interruption(job, now)) is not None]
-        return [self.end(job, reason) for job, reason in interrupted]
+        return has_cancelled
+
+    def _settle(self, batch: Batch) -> list[Event]:
+        """Jobs that ended without a pass, that were preempted, and that were admitted."""
+        events = []
+        for job, reason, error in batch.ended:
+            if error is not None:
+                self._fail(job, error)
+            elif reason is not None:
+                events.append(self.end(job, reason))
+        for job, kind in batch.preempted:
+            job.statistics.preemptions += 1
+            self.statistics.preemptions += 1
+            self.metrics.preempted(kind)
+        for job in batch.admitted:
+            if job.started is None:
+                job.started = self._begun
+                self.metrics.started(job.started - job.arrival, job.num_prompt, job.cached)
+        return events
+
+    def _choose(self, batch: Batch) -> list[Asks]:
+        """Widths within the batch's room. A controller that fails costs speed, never an answer."""
+        if not any(batch.room):
+            return [()] * len(batch.decode)
+        try:
+            return self.controller.choose(batch)
+        except Exception:
+            log.exception(CONTROLLER_FAILED)
+            batch.fallbacks += [(job, CONTROLLER_FAILED) for job in batch.decode if job.width is None]
+            return self.controller.fixed(batch)
+
+    def _score_and_verify(self, batch: Batch, drafts: Drafts) -> list[Round]:
+        """ONE target pass: prefill chunks, decode tokens and drafts alike.
+
+        When it fails, caches are rewound and the batch is tried again in halves with the same drafts: a job that fails
+        alone is at fault.
+        """
+        hints = self._hints(batch, drafts)
+        started = self.clock.now()
+        try:
+            scores = score(self.target, batch, drafts, self.router.hidden, hints)
+            scored = self.clock.now()
+            verdicts = verify(self.target, batch, drafts, scores)
+        except DeviceLostError:
+            raise
+        except BackendError as error:
+            return self._in_halves(batch, drafts, error)
+        score_s, judge_s = scored - started, self.clock.now() - scored
+        num_fed = sum(scores.fed)
+        steady = num_fed == sum(scores.counts) and not batch.prefill  # a row for every token: no prompt
+        draft_s = sum(self.router.seconds.values())
+        times = RoundTimes(draft_s, score_s, judge_s, drafts.steps, num_fed, steady, skip=verdicts.is_first)
+        return [Round(batch, drafts, scores, verdicts, times)]
+
+    def _hints(self, batch: Batch, drafts: Drafts) -> list[int]:
+        """Decode jobs (by index) that most likely go on as they do now, for a device that is given passes ahead."""
+        if not self.target.info.prelaunch or batch.prefill or not self.controller.repeats(batch):
+            drafts.follow = None
+            return []
+        if any(drafts.counts):
+            return list(range(len(batch.decode)))
+        return [index for index, job in enumerate(batch.decode) if len(job.tokens) + 1 < job.limit]
+
+    def _in_halves(self, batch: Batch, drafts: Drafts, error: BackendError) -> list[Round]:
+        jobs = [job for job in batch.jobs if self._take_back(job)]
+        if len(batch.jobs) == 1:
+            self._fail_jobs(jobs, error)
+            return []
+        parts: list[Round] = []
+        for half in (jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]):
+            if half:
+                members = [index for index, job in enumerate(batch.decode) if job in half]
+                some = drafts.select(members, self.target.ops.integers)
+                parts += self._score_and_verify(batch.select(half), some)
+        for part in parts:
+            part.times.skip = True
+        return parts
+
+    def _take_back(self, job: Job) -> bool:
+        """The target forgets what a failed pass fed of the job. False: it cannot, and the job ends."""
+        slot = slot_of(job)
+        try:
+            if self.target.length(slot) != job.cached:
+                self.target.rewind(slot, job.cached)
+            return True
+        except Exception as error:
+            self._fail(job, _caused(BackendError, "the target failed to rewind", error))
+            return False
 
     def end(self, job: Job, reason: FinishReason, event: Event | None = None) -> Event:
         """The job is over; `event` becomes its last and carries the result."""
-        event = event or _silence(job)
+        event = event or Event(job.request_id, [], "", [], 0)
         if job.text is not None:
             rest = job.text.finish()
             event.text += rest
@@ -172,18 +256,18 @@ class Loop:
             logprobs=job.logprobs,
             prompt_logprobs=job.prompt_logprobs,
         )
-        self._deliver(job, event)  # before it counts as done: a reader that sees "done" finds the last event
+        if job.sink is not None:
+            job.sink(event)
         job.finish_reason = reason
-        self._release(job)
-        self._finished(job, reason)
-        _wake(job)
+        self._release(job, reason)
         return event
 
-    def _finished(self, job: Job, reason: str) -> None:
-        now, num_tokens, per_token_s = self.clock.now(), len(job.tokens) - job.num_prompt, None
-        if job.first_token is not None and num_tokens > 1:
-            per_token_s = (now - job.first_token) / (num_tokens - 1)
-        self.metrics.finished(reason, now - job.arrival, num_tokens, per_token_s)
+    def reap(self) -> None:
+        """End cancelled jobs without a pass; for calls between steps."""
+        self.receive()
+        for job in list(self.jobs.values()):
+            if job.cancelled and not job.done:
+                self.end(job, FinishReason.CANCELLED)
 
     def check(self) -> None:
         """Assert that caches and tokens agree; for calls between steps."""
@@ -192,113 +276,58 @@ class Loop:
             held = self.target.length(job.slot)
             assert held == job.cached < len(job.tokens), f"{job.request_id}: {held} held, {job.cached} cached"
 
-    def _admit(self) -> None:
-        """Let waiting jobs in, as far as there is room."""
-        while (job := self.scheduler.next_in_line()) is not None:
-            try:
-                job.slot = self.room.open(job)
-                if job.slot is not None:
-                    job.cached = self.target.length(job.slot)  # more than 0 where the beginning was known already
-            except Exception as error:
-                self._fail(job, _blamed(BackendError, "the target failed to open a sequence", error))
-                continue
-            if job.slot is not None:
-                job.saved = None
-                self.scheduler.start(job)
-                if job.started is None:
-                    job.started = self.clock.now()
-                    self.metrics.started(job.started - job.arrival, job.num_prompt, job.cached)
-            elif self.scheduler.running:
-                return  # somebody will leave
-            else:
-                self._fail(
-                    job, BackendError("the target has no room for a single sequence; give it more, or close others")
-                )
-
-    def _preempted(self, job: Job, kind: str) -> None:
-        job.statistics.preemptions += 1
-        self.statistics.preemptions += 1
-        self.metrics.preempted(kind)
-
-    def _plan(self) -> Plan:
-        """The next pass. A drafter that fails to say how far it is fails that job, and the others are planned again."""
-        failed: list[tuple[Job, OutriderError]] = []
-
-        def choose(jobs: Sequence[Job], rows: int) -> list[Choice]:
-            choices = self.width.choose(jobs, rows)
-            failed.extend((job, c.error) for job, c in zip(jobs, choices, strict=True) if c.error is not None)
-            return choices
-
-        plan = self.scheduler.plan(choose)
-        if not failed:
-            return plan
-        for job, error in failed:
-            self._fail(job, error)
-        return self._plan()
-
-    def _commit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts, times: PassTimes) -> list[Event]:
-        """Emit what the verdicts say, bring every cache to the emitted tokens, count, and tell the callers."""
+    def _commit(self, part: Round) -> list[Event]:
+        """Emit what the verdicts say, bring every cache to the emitted tokens, count, and deliver the events."""
+        batch, drafts, scores, verdicts, times = part
         for job, rows in scores.read:
             self._score_prompt(job, rows)
-        for job, chunk in zip(plan.reading, plan.chunks, strict=True):
+        for job, chunk in zip(batch.prefill, batch.chunks, strict=True):
             job.cached += chunk
-        emissions = self._emit(plan, drafts, scores, verdicts)
+        emissions = self._emit(batch, drafts, scores, verdicts)
         sound = [emission for emission in emissions if emission.error is None]
-        going = [emission.job for emission in sound if emission.reason is None]
-        if self.ahead is not None:
-            self._land(self.ahead, times)
         # The draft first: what it holds ahead under the target's page ids would go with the target's pages.
-        self._observe(plan, going, scores, verdicts, times)
+        self._observe(batch, [one.job for one in sound if one.reason is None], scores, verdicts, times)
         if any(drafts.counts):  # without drafts there is nothing to take back
             self._keep([emission for emission in sound if not emission.job.done])
-        self._publish(plan, sound)
-        self._count(plan, drafts, times, emissions)
+        self._publish(batch, sound)
+        self._count(batch, drafts, times, emissions)
         for job, event, _, reason, error, _ in emissions:
-            if job.done:  # its cache failed on the way: it has its error
+            if job.done:  # its cache or its drafter failed on the way: it has its error
                 continue
             if error is not None:
                 self._fail(job, error)
             elif reason is not None:
                 self.end(job, reason, event)
-            else:
-                self._deliver(job, event)
+            elif job.sink is not None:
+                job.sink(event)
         return [emission.event for emission in emissions if emission.job.error is None]
 
     def _score_prompt(self, job: Job, rows: Array) -> None:
-        """What the target thought of the prompt's tokens that follow these rows, of which the first is at `cached`."""
+        """Logprobs of the prompt's tokens that follow these rows, of which the first is at `cached`."""
         assert job.prompt_logprobs is not None, f"{job} did not ask for its prompt"
         begin = job.cached + 1
         following = job.tokens[begin : min(begin + rows.shape[0], job.num_prompt)]
-        told = token_logprobs(self.target.ops.xp, rows[: len(following), ...], following, job.request.logprobs or 0)
-        job.prompt_logprobs[begin : begin + len(told)] = told
+        scored = token_logprobs(self.target.ops.xp, rows[: len(following), ...], following, job.request.logprobs or 0)
+        job.prompt_logprobs[begin : begin + len(scored)] = scored
 
-    def _land(self, ahead: RunAhead, times: PassTimes) -> None:
-        """What was drafted ahead is known; who waited for a draft that failed has its error."""
-        waited_s, steps, faults = ahead.finish()
-        times.draft_s += waited_s
-        times.draft_steps += steps
-        for job, error in faults:
-            if not job.done:
-                self._fail(job, error)
-
-    def _emit(self, plan: Plan, drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[Emission]:
-        """Every deciding job takes its tokens until something stops the answer."""
+    def _emit(self, batch: Batch, drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[Emission]:
+        """Every decode job takes its tokens until something stops the answer."""
         now = self.clock.now()
         accepted = verdicts.accepted.tolist()
         emissions = []
         for index, (job, drafted, tokens) in enumerate(
-            zip(plan.deciding, drafts.proposals(), emitted(drafts, scores, verdicts), strict=True)
+            zip(batch.decode, drafts.proposals(), emitted(drafts, scores, verdicts), strict=True)
         ):
             parents = drafts.parents.get(index)
             event = Event(job.request_id, tokens, "", drafted, accepted[index], parents)
-            if index in drafts.borrowed:  # refused text of another request is not this caller's to see
+            if index in drafts.borrowed:  # rejected text of another request is not this caller's to see
                 event.drafts, event.parents = [drafted[node] for node in verdicts.kept(index)], None
             if index in verdicts.faults:
                 emissions.append(Emission(job, event, error=verdicts.faults[index]))
                 continue
-            reason = _interruption(job, now)
+            reason = interruption(job, now)
             if reason is not None:  # the round came too late: nothing of it is emitted
-                emissions.append(Emission(job, _silence(job), reason=reason))
+                emissions.append(Emission(job, Event(job.request_id, [], "", [], 0), reason=reason))
                 continue
             try:
                 event.pieces, reason = take(job, tokens)
@@ -336,139 +365,133 @@ class Loop:
         rows = [first, *(first + node + 1 for node in verdicts.kept(index))][: len(tokens)]
         return token_logprobs(xp, scores.logits[self.target.ops.integers(rows), ...], tokens, job.request.logprobs or 0)
 
+    def _observe(self, batch: Batch, going: list[Job], scores: Scores, verdicts: Verdicts, times: RoundTimes) -> None:
+        """Drafters rewind, catch up and learn; the time it takes is drafting time."""
+        steps, faults = self.router.observe(batch, scores, verdicts)
+        times.draft_steps += steps
+        for name, error in faults.items():
+            self._fail_jobs([job for job in batch.prefill + going if name in job.drafters], error)
+
     def _keep(self, sound: list[Emission]) -> None:
-        """The target's cache returns to what was emitted."""
-        jobs = [emission.job for emission in sound]
+        """The target's cache returns to what was emitted. When the call for all fails, each job is tried by itself."""
         paths: dict[Slot, list[int]] = {slot_of(one.job): one.path for one in sound if one.path}
+        jobs = [emission.job for emission in sound]
         try:
             keep(self.target, jobs, paths)
-        except BackendError as error:
-            self._fail_jobs(jobs, error)
+            return
+        except DeviceLostError:
+            raise
+        except BackendError:
+            pass
+        for job in jobs:
+            try:
+                if self.target.length(slot_of(job)) != job.cached:
+                    keep(self.target, [job], paths)
+            except Exception as error:
+                self._fail(job, _caused(BackendError, "the target failed while rewinding", error))
 
-    def _publish(self, plan: Plan, sound: list[Emission]) -> None:
-        """What was read or said may help later requests: told once a prompt is read, and when an answer ends.
+    def _publish(self, batch: Batch, sound: list[Emission]) -> None:
+        """Later requests may start with what was prefilled or answered: once a prompt is read, and when an answer ends.
 
-        Only now: the pass is judged and the caches hold what was kept.
+        Only now: the pass is verified and the caches hold what was kept.
         """
-        told = plan.reading + [
+        ready = batch.prefill + [
             job
             for job, _, outcome, reason, _, _ in sound
             if reason is not None or (outcome is not None and len(job.tokens) - outcome.emitted == job.num_prompt)
         ]
-        for job in told:
+        for job in ready:
             if not job.done:
                 try:
                     publish(self.target, job)
                 except BackendError as error:
                     self._fail(job, error)
 
-    def _observe(self, plan: Plan, going: list[Job], scores: Scores, verdicts: Verdicts, times: PassTimes) -> None:
-        """The drafter rewinds, catches up and learns; the time it takes is drafting time."""
-        started = self.clock.now()
-        steps, faults = self.router.observe(plan, scores, verdicts)
-        times.draft_steps += steps
-        for name, error in faults.items():
-            self._fail_jobs([job for job in plan.reading + going if name in job.drafters], error)
-        times.draft_s += self.clock.now() - started
-        times.drafters = self.router.seconds
-
-    def _count(self, plan: Plan, drafts: Drafts, times: PassTimes, emissions: list[Emission]) -> None:
+    def _count(self, batch: Batch, drafts: Drafts, times: RoundTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
-        self.timer.charge(times, drafts)
-        if self.ahead is not None and self.ahead.payoff.is_trying and any(drafts.counts):
-            times.is_odd = True  # plain rounds are the same in either order
+        now = self.clock.now()
+        times.drafters = self.router.seconds
+        times.draft_s = sum(times.drafters.values())
+        times.host_s = max(0.0, now - self._begun - times.draft_s - times.score_s - times.judge_s)
         pass_s = times.pass_s
-        self._pass_s = min(pass_s, 0.9 * self._pass_s + 0.1 * pass_s)
-        batch, num_emitted = len(plan.deciding), 0
-        for job in plan.reading:
-            job.statistics.add_pass(times, batch, False, 0)
+        self.scheduler.pass_s = min(pass_s, 0.9 * self.scheduler.pass_s + 0.1 * pass_s)
+        num_jobs, num_emitted = len(batch.decode), 0
+        for job in batch.prefill:
+            job.statistics.add_pass(times, num_jobs, False, 0)
         outcomes: dict[Outcome, int] = {}
-        self.width.controller.learn(plan, drafts, times, [(one.job, one.outcome) for one in emissions if one.outcome])
         for job, _, outcome, _, _, _ in emissions:
             if outcome is not None:
                 num_emitted += outcome.emitted
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
                 job.statistics.add_round(outcome)
-                job.statistics.add_pass(times, batch, outcome.drafted > 0, outcome.emitted)
+                job.statistics.add_pass(times, num_jobs, outcome.drafted > 0, outcome.emitted)
         for outcome, jobs in outcomes.items():
             self.statistics.add_round(outcome, times=jobs)
-        self.statistics.add_pass(times, batch, any(drafts.counts), num_emitted)
-        if not times.is_odd:
+        self.statistics.add_pass(times, num_jobs, any(drafts.counts), num_emitted)
+        if not times.skip:
             self.statistics.costs.add(times.num_fed, times.score_s)
-        self.metrics.step(self.clock.now(), batch, times.num_fed, self.scheduler.config.budget, num_emitted)
-        for job, reason in plan.fallbacks + drafts.fallbacks:
+        self.metrics.step(now, num_jobs, times.num_fed, self.scheduler.config.budget, num_emitted)
+        stale = self.router.take_stale()
+        if stale:
+            self.metrics.went_stale(stale)
+        for job, reason in batch.fallbacks + drafts.fallbacks:
             job.statistics.add_fallback(reason)
             self.statistics.add_fallback(reason)
+        self._teach(batch, drafts, times, emissions)
 
-    def _deliver(self, job: Job, event: Event) -> None:
-        if job.outbox is not None:
-            job.outbox.append(event)
-            _wake(job)
+    def _teach(self, batch: Batch, drafts: Drafts, times: RoundTimes, emissions: list[Emission]) -> None:
+        """The controller learns from the jobs that go on or ended well; it keeps nothing of those that failed."""
+        if not self.router.drafters:
+            return
+        try:
+            outcomes = [(one.job, one.outcome) for one in emissions if one.outcome and not one.job.done]
+            choices = self.controller.observe(batch, drafts, times, outcomes)
+            for (width, reason), requests in choices.items():
+                self.statistics.add_choice(width, reason, requests)
+        except Exception:
+            log.exception(CONTROLLER_FAILED)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """The job is over; whoever waits for it gets the error."""
-        job.error = error
-        self._release(job)
-        self._finished(job, "error")
-        _wake(job)
+        """The job is over; its caller gets the error."""
+        if not job.done:
+            job.error = error
+            self._release(job, "error")
 
-    def _fail_jobs(self, jobs: list[Job], error: OutriderError) -> None:
+    def _fail_jobs(self, jobs: Sequence[Job], error: OutriderError) -> None:
         """The same fault for several jobs: an exception of its own for each."""
         for job in jobs:
-            if not job.done:
-                self._fail(job, error.copy())
+            self._fail(job, error.copy())
 
-    def _fail_pass(self, plan: Plan, error: BaseException) -> None:
-        """A pass broke off. Caches may hold half of it, so every job in it ends; the next ones are served."""
+    def _fail_step(self, batch: Batch, error: BaseException) -> None:
+        """A step broke off where no single job is at fault. Caches may hold half of it, so every job in it ends."""
+        jobs: Sequence[Job] = batch.jobs or list(self.scheduler.running)
         if not isinstance(error, Exception):  # an interrupt belongs to the thread it hit, the others get an error
             error = BackendError(f"the pass was interrupted ({type(error).__name__}); ask again")
+        elif isinstance(error, DeviceLostError):
+            self.error, jobs = error, list(self.jobs.values())
         elif not isinstance(error, OutriderError):
-            error = _blamed(OutriderError, "the engine failed", error)
-        self._fail_jobs(plan.jobs, error)
+            log.exception("a step failed")
+            error = _caused(OutriderError, "the engine failed", error)
+        self._fail_jobs(jobs, error)
 
-    def _release(self, job: Job) -> None:
-        """Give back everything the job held. A plug-in that fails to let go is reported and does not stop the rest."""
-        self._receive()
-        self.jobs.pop(job.request_id, None)
-        self._num_deadlines -= job.deadline is not None
+    def _release(self, job: Job, reason: str) -> None:
+        """Give back everything the job held, and wake its caller. A plug-in that fails to let go is logged."""
+        self.jobs.pop((job.request.tenant, job.request_id), None)
         self.scheduler.remove(job)
-        self.room.forget(job)
-        if self.ahead is not None:
-            self.ahead.forget(job)
-        slot, job.slot, job.saved = job.slot, None, None
-        givings: list[Callable[[], None]] = [
-            *(partial(drafter.forget, job) for drafter in self.router.drafters.values()),
-            lambda: self.width.controller.forget(job),
-        ]
-        if slot is not None:
-            givings.append(lambda: self.target.close(slot))
-        for give_back in givings:
-            try:
-                give_back()
-            except Exception:
-                log.exception("could not free what %s held", job.request_id)
+        job.saved = None
+        try:
+            self.controller.forget(job)
+        except Exception:
+            log.exception(CONTROLLER_FAILED)
+        now, num_tokens, per_token_s = self.clock.now(), len(job.tokens) - job.num_prompt, None
+        if job.first_token is not None and num_tokens > 1:
+            per_token_s = (now - job.first_token) / (num_tokens - 1)
+        self.metrics.finished(reason, now - job.arrival, num_tokens, per_token_s)
+        if job.on_done is not None:
+            job.on_done()
 
 
-def _interruption(job: Job, now: float) -> FinishReason | None:
-    """Why a job must end without another token."""
-    if job.cancelled:
-        return FinishReason.CANCELLED
-    if job.deadline is not None and now > job.deadline:
-        return FinishReason.DEADLINE
-    return None
-
-
-def _silence(job: Job) -> Event:
-    """An event without tokens."""
-    return Event(job.request_id, [], "", [], 0)
-
-
-def _blamed(kind: type[OutriderError], what: str, cause: Exception) -> OutriderError:
+def _caused(kind: type[OutriderError], what: str, cause: Exception) -> OutriderError:
     error = kind(f"{what}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _wake(job: Job) -> None:
-    if job.wake is not None:
-        job.wake()

@@ -1,8 +1,9 @@
-"""The reader's end of a streaming request."""
+"""The caller's end of a request: events come out of a queue, a cancel flag goes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from outrider.types import Event, Job, Result, Rule
@@ -11,13 +12,14 @@ from outrider.types import Event, Job, Result, Rule
 class Driver(Protocol):
     """What a stream needs of the engine."""
 
-    def next_event(self, job: Job) -> Event | None: ...
+    def advance(self, job: Job) -> bool:
+        """Make a step, where the caller drives. False: the engine's thread does."""
 
-    def retire(self, job: Job) -> None: ...
+    def cancel_job(self, job: Job) -> None:
+        """Set the flag that ends the job within one round."""
 
-    def interrupt(self, job: Job) -> None: ...
-
-    def poll(self, job: Job) -> tuple[Event | None, bool]: ...
+    def close_jobs(self, jobs: list[Job]) -> None:
+        """End jobs and wait until what they held is free."""
 
 
 class Stream:
@@ -26,24 +28,54 @@ class Stream:
     def __init__(self, engine: Driver, job: Job) -> None:
         self._engine = engine
         self._job = job
+        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: there is something to look at, or no more
+        self._wake: Callable[[], None] | None = None
         self.request_id = job.request_id
+        job.sink, job.on_done = self._put, self._end
+
+    def _put(self, event: Event) -> None:
+        self._events.put(event)
+        if self._wake is not None:
+            self._wake()
+
+    def _end(self) -> None:
+        self._events.put(None)
+        if self._wake is not None:
+            self._wake()
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Event:
-        event = self._engine.next_event(self._job)
-        if event is None:
-            raise StopIteration
-        return event
+        while True:
+            event, is_over = self.poll()
+            if event is not None:
+                return event
+            if is_over:
+                raise StopIteration
+            if not self._engine.advance(self._job):
+                event = self._events.get()
+                if event is not None:
+                    return event
 
     def poll(self) -> tuple[Event | None, bool]:
-        """For readers that must not wait: the event that is there, if any, and whether none will follow."""
-        return self._engine.poll(self._job)
+        """The event that can be read now, if any, and whether none will follow. Raises the request's error after its
+        events."""
+        is_over = self._job.done  # before looking: a job that is done has its last event in the queue
+        try:
+            while True:
+                event = self._events.get_nowait()
+                if event is not None:
+                    return event, False
+        except Empty:
+            pass
+        if is_over and self._job.error is not None:
+            raise self._job.error
+        return None, is_over
 
     def notify(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on any thread, whenever there is something to `poll`. Poll once after this."""
-        self._job.wake = wake
+        """`wake` is called on the engine's thread whenever there is something to `poll`. Poll once after this."""
+        self._wake = wake
 
     @property
     def tokens(self) -> list[int]:
@@ -61,7 +93,7 @@ class Stream:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was let in; before, and after it had to give way, it waits in line."""
+        """Whether it was admitted; before, and while it is preempted, it waits."""
         return self._job.slot is not None
 
     @property
@@ -84,11 +116,11 @@ class Stream:
 
     def cancel(self) -> None:
         """From any thread: the request ends within the present round, and the last event says so."""
-        self._engine.interrupt(self._job)
+        self._engine.cancel_job(self._job)
 
     def close(self) -> None:
         """The reader is done: a request that has not ended is ended, and what it held is free."""
-        self._engine.retire(self._job)
+        self._engine.close_jobs([self._job])
 
     def __enter__(self) -> Stream:
         return self
@@ -97,4 +129,4 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.cancel()  # nobody can read on
+        self._engine.cancel_job(self._job)  # flags only: a destructor may run on any thread, inside any call

@@ -175,6 +175,13 @@ class Pages:
                 self._drop(lease.pages.pop())
             self._promise(lease)
 
+    def trim(self, slot: Slot) -> bool:
+        """Give back pages beyond what the sequence holds. Whether there were any."""
+        lease = self.leases[slot]
+        before = len(lease.pages)
+        self.rewind(slot, 0, lease.lengths[0])
+        return len(lease.pages) < before
+
     def move(self, slot: Slot, store: int, sources: Sequence[int], start: int) -> None:
         """Contents of these places of the sequence become its places from `start` on (the kept path of a tree)."""
         self._stores[store].move_places(

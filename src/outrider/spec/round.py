@@ -1,4 +1,4 @@
-"""The verbs of a round that are the target's: score, judge, and what follows from the verdict. `router.py` drafts, the
+"""The verbs of a round that are the target's: score, verify, and what follows from the verdict. `router.py` drafts, the
 loop puts them in order.
 
 What a backend hands over is checked here, and what it raises becomes a typed error.
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from outrider.backends.base import Backend, Spans
-from outrider.errors import BackendError
-from outrider.spec.blame import blaming
-from outrider.types import Drafts, Job, Plan, Scores, Slot, Verdicts
+from outrider.errors import BackendError, wrap_errors
+from outrider.types import Batch, Drafts, Job, Scores, Slot, Verdicts
 
 
 def score(
-    target: Backend, plan: Plan, drafts: Drafts, hidden: Sequence[int] = (), goes_on: Sequence[int] = ()
+    target: Backend, batch: Batch, drafts: Drafts, hidden: Sequence[int] = (), goes_on: Sequence[int] = ()
 ) -> Scores:
     """ONE target pass for prompt chunks, pending tokens and drafts alike."""
-    spans, info = _spans(target, plan, drafts), target.info
+    spans, info = _spans(target, batch, drafts), target.info
     spans.goes_on = goes_on
-    with blaming(BackendError, "the target failed while scoring"):
-        scores = target.score(spans, hidden) if hidden else target.score(spans)  # a simple model knows no hidden states
+    with wrap_errors(BackendError, "the target failed while scoring"):
+        scores = target.score(spans, hidden)
         if not isinstance(scores, Scores):
             raise BackendError(f"score() must return Scores, got {type(scores).__name__}")
         scores.fed = spans.counts
@@ -32,21 +31,21 @@ def score(
             scores.logits = scores.logits[:, : info.vocab_size]  # padding columns stand for no token
     scores.counts = _rows(target, drafts)
     if sum(scores.counts) != sum(spans.rows):
-        _set_apart(target, plan, spans, scores)
+        _set_apart(target, batch, spans, scores)
     return scores
 
 
 def _rows(target: Backend, drafts: Drafts) -> list[int]:
-    """Rows of each deciding job: one after its own tokens and one after each draft that is fed."""
+    """Rows of each decode job: one after its own tokens and one after each draft that is fed."""
     return [count + 1 for count in drafts.counts] if target.info.max_rewind != 0 else [1] * len(drafts.counts)
 
 
-def _set_apart(target: Backend, plan: Plan, spans: Spans, scores: Scores) -> None:
+def _set_apart(target: Backend, batch: Batch, spans: Spans, scores: Scores) -> None:
     """Rows of prompts that are to be scored go to `scores.read`; those that judge stay."""
     judging: list[int] = []
-    wanted = [0] * len(plan.reading) + scores.counts
+    wanted = [0] * len(batch.prefill) + scores.counts
     start = 0
-    for job, rows, needed in zip(plan.jobs, spans.rows, wanted, strict=True):
+    for job, rows, needed in zip(batch.jobs, spans.rows, wanted, strict=True):
         if rows > needed:
             scores.read.append((job, scores.logits[start : start + rows - needed, ...]))
         judging += range(start + rows - needed, start + rows)
@@ -54,17 +53,17 @@ def _set_apart(target: Backend, plan: Plan, spans: Spans, scores: Scores) -> Non
     scores.logits = scores.logits[target.ops.integers(judging), ...]
 
 
-def judge(target: Backend, plan: Plan, drafts: Drafts, scores: Scores) -> Verdicts:
-    """The verdict on every deciding job."""
-    with blaming(BackendError, "sampling failed"):
-        verdicts = target.ops.judge(plan.deciding, drafts, scores)
+def verify(target: Backend, batch: Batch, drafts: Drafts, scores: Scores) -> Verdicts:
+    """The verdict on every decode job."""
+    with wrap_errors(BackendError, "sampling failed"):
+        verdicts = target.ops.judge(batch.decode, drafts, scores)
     if drafts.faults:
         verdicts.faults = {**verdicts.faults, **drafts.faults}
     return verdicts
 
 
 def emitted(drafts: Drafts, scores: Scores, verdicts: Verdicts) -> list[list[int]]:
-    """The tokens each deciding job gets, before stop conditions: accepted drafts, then the next token.
+    """The tokens each decode job gets, before stop conditions: accepted drafts, then the next token.
 
     Each comes from a row, so a job gets at most as many as it has rows.
     """
@@ -83,21 +82,18 @@ def keep(target: Backend, jobs: Sequence[Job], paths: Mapping[Slot, Sequence[int
 
     paths: for jobs whose drafts were a tree, the places of the nodes that stay.
     """
-    with blaming(BackendError, "the target failed while rewinding"):
+    with wrap_errors(BackendError, "the target failed while rewinding"):
         slots, lengths = [slot_of(job) for job in jobs], [job.cached for job in jobs]
-        if paths:
-            target.keep(slots, lengths, paths)
-        else:
-            target.keep(slots, lengths)
+        target.keep(slots, lengths, paths)
 
 
 def publish(target: Backend, job: Job) -> None:
     """The target may let later sequences start with what this one holds."""
-    with blaming(BackendError, "the target failed while sharing its cache"):
+    with wrap_errors(BackendError, "the target failed while sharing its cache"):
         target.publish(slot_of(job), job.tokens[: job.cached])
 
 
-def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
+def _spans(target: Backend, batch: Batch, drafts: Drafts) -> Spans:
     """What the target is fed. A target that cannot rewind is not fed the draft: its last known row judges it."""
     info = target.info
     fed: list[int] = []
@@ -108,13 +104,13 @@ def _spans(target: Backend, plan: Plan, drafts: Drafts) -> Spans:
     parents: dict[int, list[int]] = {}
     proposals = [[0] * count for count in drafts.counts] if drafts.is_deferred else drafts.proposals()
     places: list[int] = []  # of drafts that only the device knows
-    for job, chunk in zip(plan.reading, plan.chunks, strict=True):
+    for job, chunk in zip(batch.prefill, batch.chunks, strict=True):
         fed += job.tokens[job.cached : job.cached + chunk]
         slots.append(slot_of(job))
         starts.append(job.cached)
         counts.append(chunk)
         rows.append(chunk if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1 else 0)
-    for index, (job, proposal) in enumerate(zip(plan.deciding, proposals, strict=True)):
+    for index, (job, proposal) in enumerate(zip(batch.decode, proposals, strict=True)):
         ahead = proposal if info.max_rewind != 0 else []
         if index in drafts.parents:
             pending = len(job.tokens) - job.cached  # a chain that ends in the root

@@ -1,10 +1,11 @@
-"""Who drafts for whom: one batch may mix drafters, and a job may try several in turn (a chain of them).
+"""Which drafter proposes for which job: one batch may mix drafters, and a job may try several in turn (a chain of them).
 
-What drafters hand over is checked here, and what they raise becomes the error of the jobs they drafted for.
+What drafters return is checked here, and what they raise becomes the error of the jobs they drafted for.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 
@@ -12,23 +13,26 @@ from outrider.backends.base import Backend, ModelInfo
 from outrider.clock import Clock
 from outrider.draft.base import Drafter
 from outrider.draft.join import Part, join
-from outrider.errors import ConfigError, DraftError
-from outrider.spec.blame import blaming
-from outrider.types import Drafts, Grammar, Job, Plan, Scores, Verdicts
+from outrider.errors import ConfigError, DraftError, wrap_errors
+from outrider.types import Ask, Asks, Batch, Drafts, Grammar, Job, Scores, Verdicts
 
-# (drafter, jobs, their proposals) -> how many tokens of each are worth a row; the others are not judged
-Worth = Callable[[str, Sequence[Job], Drafts], Sequence[int]]
+log = logging.getLogger("outrider")
+
+READING = "the draft is still reading the prompt"
+
+# (drafter, jobs, their lookup proposals) -> how many tokens of each are worth a row; the others are not verified
+Trim = Callable[[str, Sequence[Job], Drafts], Sequence[int]]
 
 
 class Router:
     """The drafters of an engine. `method` is what a request gets that names none: one of them, or a list of them with
-    commas, of which the first that has something to say drafts."""
+    commas, of which the first that has something to propose drafts."""
 
     def __init__(
         self, drafters: Sequence[Drafter], target: ModelInfo, clock: Clock, inner: Sequence[Drafter] = ()
     ) -> None:
         """inner: drafters that no request names; the engine itself puts them before others."""
-        for drafter in drafters:
+        for drafter in [*drafters, *inner]:
             _check_drafter(drafter, target)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         if len(self.drafters) < len(drafters):
@@ -41,76 +45,91 @@ class Router:
             if drafter.name in self.drafters:
                 raise ConfigError(f"a drafter cannot be called {drafter.name}; choose another name", param="draft")
             self.drafters[drafter.name] = drafter
-        self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.hidden}))
+        self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.info.hidden_layers}))
         self.seconds: dict[str, float] = {}  # that each drafter took in this round
         self._clock = clock
 
-    def lag(self, job: Job, drafter: str) -> int:
-        """Tokens the drafter must still read before it can propose for the job."""
-        with blaming(DraftError, f"the {drafter} draft failed"):
-            lag = self.drafters[drafter].lag(job)
-            if not isinstance(lag, int):
-                raise DraftError(f"the {drafter} draft failed: lag() must return a whole number, got {lag!r}")
-            return lag
-
-    def propose(self, target: Backend, plan: Plan, ready: Sequence[Part] = (), worth: Worth | None = None) -> Drafts:
-        """The drafts of a round in the target's arrays. A drafter's failure is one of the jobs that it drafted for.
-
-        ready: what was drafted ahead, for some of the jobs. worth: see `Worth`.
-        """
+    def propose(self, target: Backend, batch: Batch, asks: Sequence[Asks], trim: Trim) -> Drafts:
+        """The drafts of a round in the target's arrays. A drafter's failure is a fault of the jobs it drafted for."""
         self.seconds = {}
-        parts = list(ready)
-        have = {index for part in ready for index in part.members}
-        open_asks = {
-            index: asks for index, asks in enumerate(plan.asks) if index not in have and any(ask.width for ask in asks)
+        fallbacks: list[tuple[Job, str]] = []
+        faults: dict[int, DraftError] = {}
+        pending = {
+            index: self._ready(index, batch.decode[index], wanted, fallbacks, faults)
+            for index, wanted in enumerate(asks)
+            if wanted
         }
-        turn = 0
-        while open_asks:
+        parts: list[Part] = []
+        while pending := {index: wanted for index, wanted in pending.items() if wanted}:
             for name in self.drafters:
-                members = [index for index, asks in open_asks.items() if asks[turn].drafter == name]
+                members = [index for index, wanted in pending.items() if wanted and wanted[0].drafter == name]
                 if members:
-                    part = Part(members, self._ask(name, target, plan, members, turn, worth))
+                    first = [pending[index][0] for index in members]
+                    part = Part(
+                        members, self._ask(name, target, [batch.decode[index] for index in members], first, trim)
+                    )
                     parts.append(part)
                     for index, count in zip(members, part.drafts.counts, strict=True):
-                        if count:
-                            del open_asks[index]
-            turn += 1
-            open_asks = {index: asks for index, asks in open_asks.items() if len(asks) > turn}
-        return join(target.ops, len(plan.deciding), parts)
+                        pending[index] = () if count else pending[index][1:]
+        drafts = join(target.ops, len(batch.decode), parts)
+        drafts.fallbacks += fallbacks
+        drafts.faults.update(faults)
+        return drafts
 
-    def _ask(
-        self, name: str, target: Backend, plan: Plan, members: list[int], turn: int, worth: Worth | None
-    ) -> Drafts:
-        drafter, jobs = self.drafters[name], [plan.deciding[index] for index in members]
-        asks = [plan.asks[index][turn] for index in members]
+    def _ready(
+        self, index: int, job: Job, asks: Asks, fallbacks: list[tuple[Job, str]], faults: dict[int, DraftError]
+    ) -> Asks:
+        """The asks whose drafters have read enough of the job."""
+        job.wanted = tuple([ask.drafter for ask in asks])
+        ready = []
+        for ask in asks:
+            try:
+                with wrap_errors(DraftError, f"the {ask.drafter} draft failed"):
+                    lag = self.drafters[ask.drafter].lag(job)
+                    if not isinstance(lag, int):
+                        raise DraftError(
+                            f"the {ask.drafter} draft failed: lag() must return a whole number, got {lag!r}"
+                        )
+            except DraftError as error:
+                faults[index] = error
+                return ()
+            if lag <= 0:
+                ready.append(ask)
+            elif len(job.tokens) - job.cached == 1:  # else the target is still reading the prompt, too
+                fallbacks.append((job, READING))
+        return tuple(ready)
+
+    def _ask(self, name: str, target: Backend, jobs: Sequence[Job], asks: Sequence[Ask], trim: Trim) -> Drafts:
+        drafter = self.drafters[name]
         widths, trees = [ask.width for ask in asks], [ask.tree for ask in asks]
         started = self._clock.now()
         try:
-            with blaming(DraftError, f"the {name} draft failed"):
+            with wrap_errors(DraftError, f"the {name} draft failed"):
                 drafts = drafter.propose(jobs, widths, trees)
                 _check_shapes(name, target.info, widths, trees, drafts)
-                if worth is not None and drafts.matched and drafts.probs is None:  # what was sampled is judged
-                    _cut(target, drafts, worth(name, jobs, drafts))
+                if drafter.info.lookup and drafts.matched and drafts.probs is None:  # sampled tokens must be verified
+                    _cut(target, drafts, trim(name, jobs, drafts))
                 drafts = _adopted(name, target, drafts)
         except DraftError as error:
             drafts = Drafts([0] * len(jobs), target.ops.integers([]))
-            drafts.faults = {index: error.copy() for index, width in enumerate(widths) if width}
+            drafts.faults = {index: error.copy() for index in range(len(jobs))}
         if drafts.probs is None and any(job.grammar is not None for job in jobs):
             _cut(target, drafts, _allowed(jobs, drafts))
         drafts.makers = [name if count else "" for count in drafts.counts]
         self._charge(name, started)
         return drafts
 
-    def observe(self, plan: Plan, scores: Scores, verdicts: Verdicts) -> tuple[int, dict[str, DraftError]]:
-        """The drafters see what came of their proposals. Returns the passes that took, and who failed."""
+    def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> tuple[int, dict[str, DraftError]]:
+        """The drafters see what came of their proposals. Returns the passes that took, and which failed."""
         total, faults = 0, {}
+        names = {name for job in batch.jobs for name in job.drafters}
         for name, drafter in self.drafters.items():
-            if not any(name in job.drafters for job in plan.jobs):
+            if name not in names:
                 continue
             started = self._clock.now()
             try:
-                with blaming(DraftError, f"the {name} draft failed"):
-                    steps = drafter.observe(plan, scores, verdicts)
+                with wrap_errors(DraftError, f"the {name} draft failed"):
+                    steps = drafter.observe(batch, scores, verdicts)
                     if not isinstance(steps, int):
                         raise DraftError(
                             f"observe() must return the number of passes it made, got {steps!r}; return 0 for none"
@@ -122,10 +141,22 @@ class Router:
         return total, faults
 
     def pause(self, job: Job) -> None:
-        """The job gave its place up for a while."""
+        """The job was preempted."""
         for drafter in self.drafters.values():
-            with blaming(DraftError, f"the {drafter.name} draft failed"):
-                getattr(drafter, "pause", drafter.forget)(job)
+            with wrap_errors(DraftError, f"the {drafter.name} draft failed"):
+                drafter.pause(job)
+
+    def forget(self, job: Job) -> None:
+        """The job is over. A drafter that fails to let go is logged, and does not stop the others."""
+        for drafter in self.drafters.values():
+            try:
+                drafter.forget(job)
+            except Exception:
+                log.exception("the %s draft could not free what %s held", drafter.name, job.request_id)
+
+    def take_stale(self) -> int:
+        """Proposals that drafters dropped unverified in this round."""
+        return sum([drafter.take_stale() for drafter in self.drafters.values() if drafter.info.run_ahead])
 
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
@@ -158,16 +189,14 @@ def _forbidden(grammar: Grammar, proposal: Sequence[int]) -> Iterator[int]:
 
 
 def _check_drafter(drafter: Drafter, target: ModelInfo) -> None:
-    """A drafter of the caller's own has what will be asked of it."""
-    name, hidden = getattr(drafter, "name", None), getattr(drafter, "hidden", None)
-    if not isinstance(name, str) or not name or "," in name:
-        raise ConfigError(f"a drafter needs a `name`, a text without commas, got {name!r}", param="draft")
-    if not isinstance(hidden, tuple) or not all(isinstance(layer, int) for layer in hidden):
-        raise ConfigError(f"the drafter {name} needs `hidden`, a tuple of layers (() for none), got {hidden!r}")
+    """A drafter of the caller's own has what will be used of it."""
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(f"a drafter is a subclass of Drafter, got {type(drafter).__name__}", param="draft")
+    hidden = drafter.info.hidden_layers
     if not all(0 <= layer < target.num_hidden for layer in hidden):
         raise ConfigError(
-            f"the drafter {name} wants hidden states {hidden} of {target.name}, which offers {target.num_hidden}; "
-            "choose another draft",
+            f"the drafter {drafter.name} wants hidden states {hidden} of {target.name}, which offers "
+            f"{target.num_hidden}; choose another draft",
             param="draft",
         )
 

@@ -63,6 +63,7 @@ class GpuBackend(MeasuredPasses):
         if isinstance(self.ops, DeviceSampling):
             self.ops.foresee = self.foresee
             self.ops.may_defer = not self.strict
+            self.info = replace(self.info, prelaunch=True)
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         self._expected, self._judged = (), None

@@ -1,0 +1,91 @@
+"""Which widths give the most tokens per second. Two small functions, since a CPU and a GPU differ.
+
+On a CPU every row costs something, so (request, position) pairs are added by their chance of being reached while
+expected tokens per second grow. On a GPU rows are nearly free and shapes are dear: one width for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
+
+
+class Candidate(NamedTuple):
+    """A request whose width is free: its chances to keep a chain up to each position."""
+
+    index: int  # of the job in the batch
+    reach: Sequence[float]
+
+
+class Setting(NamedTuple):
+    """The pass that drafts are added to. `seconds(drafted, requests_by_step)` is a whole round with so many drafts."""
+
+    tokens: float  # that it emits without the candidates' drafts
+    seconds: Callable[[int, Sequence[int]], float]
+
+
+class Choice(NamedTuple):
+    """Widths by index of the job, and the tokens and seconds of a round with them."""
+
+    widths: Mapping[int, int]
+    tokens: float
+    seconds: float
+
+
+def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
+    """Widths for each request on its own.
+
+    token_s: what a token is worth in seconds. Without it, tokens per second are what grows. With it, tokens less the
+    seconds they cost: beside a prefill everything would look cheap, so a token has the value of a steady round there.
+    """
+    plain_s = setting.seconds(0, ())
+    pairs = sorted(
+        [
+            (-chance, position, candidate.index)
+            for candidate in candidates
+            for position, chance in enumerate(candidate.reach)
+            if chance >= LEAST_CHANCE
+        ]
+    )
+    tokens, steps = setting.tokens, list[int]()
+    best, best_count, result = _objective(tokens, plain_s, token_s), 0, (tokens, plain_s)
+    for count, (chance, position, _) in enumerate(pairs, 1):
+        tokens -= chance
+        if position == len(steps):
+            steps.append(0)
+        steps[position] += 1
+        # Equal chances of several requests belong together: they are looked at once the last of them is in.
+        if count < len(pairs) and pairs[count][:2] == (chance, position):
+            continue
+        seconds = setting.seconds(count, steps)
+        value = _objective(tokens, seconds, token_s)
+        if value > best:
+            best, best_count, result = value, count, (tokens, seconds)
+    widths: dict[int, int] = {}
+    for _, position, index in pairs[:best_count]:
+        widths[index] = max(widths.get(index, 0), position + 1)
+    return Choice(widths, *result)
+
+
+def choose_uniform(candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int]) -> Choice:
+    """One width of a few for all requests; each keeps to its own room within it."""
+    best = Choice({}, setting.tokens, setting.seconds(0, ()))
+    for width in widths:
+        reaches = [candidate.reach[:width] for candidate in candidates]
+        steps = [sum([len(reach) > step for reach in reaches]) for step in range(width)]
+        if not steps or not steps[-1]:
+            break
+        tokens = setting.tokens + sum([sum(reach) for reach in reaches])
+        seconds = setting.seconds(sum(steps), steps)
+        if tokens / seconds > best.tokens / best.seconds:
+            chosen = {
+                candidate.index: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
+            }
+            best = Choice(chosen, tokens, seconds)
+    return best
+
+
+def _objective(tokens: float, seconds: float, token_s: float | None) -> float:
+    return tokens / seconds if token_s is None else tokens * token_s - seconds

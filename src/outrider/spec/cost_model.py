@@ -1,0 +1,158 @@
+"""What a round costs: seconds of a target pass by (rows, requests, context), and of a draft step.
+
+A profile at load gives the first points (`engine/profile.py`); rounds correct them while the engine runs:
+
+    pass_s = scale * curve(rows) + per_token * context + per_request * (requests - 1)
+
+`curve` is piecewise linear through measured row counts. `scale` follows the machine (it slows down, it shares a core),
+the slopes are regressions over the rounds seen, and a row count that is visited moves its own point of the curve.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+FOLLOW = 0.1  # how far a moving average goes towards a new round
+OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
+
+
+class Curve:
+    """Seconds by rows, linear between measured row counts."""
+
+    def __init__(self, points: Mapping[int, float] | None = None) -> None:
+        self.points = dict(points or {})
+        self._rows = sorted(self.points)
+
+    def __call__(self, rows: float) -> float:
+        known, points = self._rows, self.points
+        if not known:
+            return 1.0
+        if rows in points:
+            return points[int(rows)]
+        right = bisect_left(known, rows)
+        if right == 0:
+            return points[known[0]]
+        low = known[right - 1]
+        if right < len(known):
+            high = known[right]
+            return points[low] + (points[high] - points[low]) * (rows - low) / (high - low)
+        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there.
+        slope = max(0.0, points[low] - points[known[0]]) / max(1, low - known[0])
+        if len(known) > 1:
+            before = known[-2]
+            slope = max(slope, (points[low] - points[before]) / (low - before))
+        return points[low] + slope * (rows - low)
+
+    def move(self, rows: int, seconds: float, share: float) -> None:
+        """Move the point at `rows` by a share of the way; a new one is set."""
+        if rows in self.points:
+            self.points[rows] += share * (seconds - self.points[rows])
+        else:
+            self.points[rows] = seconds
+            self._rows = sorted(self.points)
+
+
+class Slope:
+    """A decayed regression of what is left over on one quantity. Negative slopes are noise, and count as 0."""
+
+    def __init__(self, spread: float) -> None:
+        self._least = spread * spread  # variance of the quantity below which nothing can be learned
+        self._mean = self._rest = self._variance = self._covariance = 0.0
+        self._weight = 0.0
+
+    @property
+    def value(self) -> float:
+        return max(0.0, self._covariance / self._variance) if self._variance > self._least else 0.0
+
+    def add(self, quantity: float, rest: float) -> None:
+        self._weight = 0.99 * self._weight + 1.0
+        share = 1.0 / self._weight
+        away, off = quantity - self._mean, rest - self._rest
+        self._mean += share * away
+        self._rest += share * off
+        self._variance += share * (away * (quantity - self._mean) - self._variance)
+        self._covariance += share * (away * (rest - self._rest) - self._covariance)
+
+
+class CostModel:
+    """Costs of one engine. All numbers are seconds."""
+
+    def __init__(self, points: Mapping[int, float] | None = None, steps: Mapping[str, float] | None = None) -> None:
+        """points: seconds of a pass by rows. steps: seconds of one draft step of a single request, by drafter."""
+        self.curve = Curve(points)
+        self.steps = dict(steps or {})
+        self.reads: dict[str, float] = {}  # seconds to read one token, by drafter, once that was seen
+        self.scale = 1.0
+        self.num_rounds = 0
+        self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
+        self._by_context = Slope(spread=64.0)
+        self._by_request = Slope(spread=1.0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any pass was measured."""
+        return bool(self.curve.points)
+
+    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
+        extra = self._by_context.value * context + self._by_request.value * (requests - 1)
+        return self.scale * self.curve(rows) + extra
+
+    def step_s(self, drafter: str, requests: int) -> float:
+        """One draft step for so many requests. More rows cost a draft relatively as much as they cost the target."""
+        if requests == 0:
+            return 0.0
+        return self.steps.get(drafter, 0.0) * self.scale * self.curve(requests) / self.curve(1)
+
+    def draft_s(self, drafter: str, requests_by_step: Sequence[int]) -> float:
+        """Chains: how many requests still want a token at each step."""
+        return sum([self.step_s(drafter, requests) for requests in requests_by_step])
+
+    def read_s(self, drafter: str, tokens: int) -> float:
+        """Reading so many tokens that the drafter has not seen."""
+        if drafter in self.reads:
+            return self.scale * self.reads[drafter] * tokens
+        return self.step_s(drafter, 1) * self.curve(tokens) / self.curve(1)
+
+    def rounds_since(self, rows: int) -> int:
+        """Rounds since a pass of so many rows was measured."""
+        return self.num_rounds - self._seen.get(rows, 0)
+
+    def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
+        """A round took so long, beside its drafts."""
+        self.num_rounds += 1
+        if not self.is_known:
+            self.curve.move(rows, seconds, 1.0)
+        slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
+        expected = self.scale * self.curve(rows) + slopes
+        seconds = min(seconds, OUTLIER * expected)
+        self._by_context.add(context, seconds - self.scale * self.curve(rows))
+        self._by_request.add(requests, seconds - self.scale * self.curve(rows) - self._by_context.value * context)
+        own = max(seconds - slopes, 0.1 * seconds) / self.scale
+        if rows in self.curve.points:
+            self.scale *= 1.0 + FOLLOW * (own / self.curve(rows) - 1.0)
+            self.curve.move(rows, own, FOLLOW)
+        else:  # between known points: one round is no proof
+            self.curve.move(rows, self.curve(rows) + 0.5 * (own - self.curve(rows)), 1.0)
+        self._seen[rows] = self.num_rounds
+
+    def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
+        """Chains took so long to draft, with nothing to catch up on."""
+        expected = self.draft_s(drafter, requests_by_step)
+        if drafter not in self.steps or expected <= 0.0:
+            units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
+            self.steps[drafter] = seconds / (self.scale * units)
+            return
+        ratio = min(seconds / expected, OUTLIER)
+        self.steps[drafter] *= 1.0 + 2.0 * FOLLOW * (ratio - 1.0)
+
+    def observe_read(self, drafter: str, tokens: int, seconds: float) -> None:
+        """Catching up on so many tokens took so long."""
+        each = max(0.0, seconds) / (tokens * self.scale)
+        before = self.reads.get(drafter, each)
+        self.reads[drafter] = before + 0.5 * (each - before)
+
+    def extend(self, rows: int, seconds: float) -> None:
+        """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
+        if self.is_known and rows > max(self.curve.points):
+            self.curve.move(rows, seconds / self.scale, 1.0)
