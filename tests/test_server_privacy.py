@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
 from typing import Any
@@ -16,7 +17,7 @@ from outrider.engine.presets import PRESETS
 from outrider.kv.pages import Pages
 from outrider.server import memory, run
 from outrider.server.settings import ServerSettings
-from test_server import TEXT, another
+from test_server import TEXT, Json, Server, another
 
 SECRET = {"prompt": "A letter to one reader only. " * 8, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
@@ -123,3 +124,56 @@ def test_a_start_without_memory_says_so(
     assert run.serve(None, ServerSettings(model_name="m", **settings), place, print) == 0  # type: ignore[arg-type]
     assert ("--share-memory" in caplog.text) == says
     assert memory.is_off(started[0]) == says
+
+
+# Ids
+
+
+ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+SAME = {"X-Request-Id": "same"}
+LONG_ONE = {"prompt": "a" * 3000, "max_tokens": 60, "ignore_eos": True}  # too long a body to be handed over at once
+
+
+def at_once(server: Server, calls: list[tuple[Json, Json]]) -> list[Any]:
+    """Answers to bodies with headers that are sent at the same time."""
+
+    async def send() -> list[Any]:
+        return await asyncio.gather(*(server.client.post(TEXT, json=body, headers=head) for body, head in calls))
+
+    return server.do(send())
+
+
+def texts(choices: list[Json]) -> list[str]:
+    return [choice["text"] for choice in choices]
+
+
+def test_an_id_of_another_key_is_as_good_as_none() -> None:
+    with another(model="mock-cost", api_keys=("one", "two")) as server:
+        heads = [{**SAME, **key} for key in (ONE, TWO)]
+        answers = at_once(server, [({**LONG_ONE, "seed": seed}, head) for seed, head in enumerate(heads)])
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert {answer.json()["id"] for answer in answers} == {"same"}
+        for answer, key in zip(answers, (ONE, TWO), strict=True):
+            found = server.get("/v1/requests/same", headers=key).json()
+            assert found["id"] == "same" and texts(found["choices"]) == texts(answer.json()["choices"])
+        assert texts(answers[0].json()["choices"]) != texts(answers[1].json()["choices"])
+
+
+def test_of_two_requests_with_one_id_one_is_accepted() -> None:
+    with another(model="mock-cost") as server:
+        answers = at_once(server, [({**LONG_ONE, "n": n}, SAME) for n in (1, 2, 3)])
+        (accepted,) = [answer for answer in answers if answer.status_code == 200]
+        for refused in (answer for answer in answers if answer is not accepted):
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and error["param"] == "X-Request-Id" and "in use" in error["message"]
+        found = server.get("/v1/requests/same").json()
+        assert texts(found["choices"]) == texts(accepted.json()["choices"])
+        assert server.post(TEXT, LONG_ONE, headers=SAME).status_code == 200, "an id is free when its request is over"
+
+
+def test_a_refused_request_leaves_its_id_free() -> None:
+    with another() as server:
+        first = server.post(TEXT, {"prompt": "a"}, headers=SAME).json()
+        assert server.post(TEXT, {"prompt": "a", "max_tokens": 9999}, headers=SAME).status_code == 400
+        assert texts(server.get("/v1/requests/same").json()["choices"]) == texts(first["choices"])
+        assert server.post(TEXT, {"prompt": "a"}, headers=SAME).status_code == 200

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import OutriderError
 from outrider.server.answers import WHOLE, Answers
 from outrider.server.description import ASKING, answers, takes
 from outrider.server.kept import Record
@@ -48,7 +48,6 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     read = partial(read_request, body, service.worker.engine, service.settings, name=name_of(request), tenant=tenant)
     asked = read() if is_small else await asyncio.to_thread(read)
     entry.id, entry.user = asked.id, asked.user
-    _check_name(service, asked, owner)
     answering, headers = Answers(asked, service.spelling), {"X-Request-Id": asked.id}
     try:
         tickets = await _submit(service, asked, owner, at_once=is_small)
@@ -73,27 +72,19 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
 
 async def _submit(service: Service, asked: Asked, owner: str, *, at_once: bool) -> Sequence[Ticket]:
     """Hand the requests to the engine, and remember them for those who ask later."""
-    tickets = await service.worker.submit(asked.requests, at_once=at_once)
-    record = Record(
-        id=asked.id,
-        kind=WHOLE[asked.kind],
-        tenant=owner,
-        user=asked.user,
-        created=int(time.time()),
-        choices=list(tickets),
-    )
-    service.worker.kept.add(record)
-    return tickets
-
-
-def _check_name(service: Service, asked: Asked, owner: str) -> None:
-    """A name can be used again by its owner when its request is over."""
     kept = service.worker.kept
-    if asked.id not in kept:
-        return
-    known = kept.find(asked.id, owner)
-    if known is None or known["status"] != "done":
-        raise RequestError(f"the id {asked.id!r} is in use; choose another X-Request-Id", param="X-Request-Id")
+    with kept.reserving(asked.id, owner):
+        tickets = await service.worker.submit(asked.requests, at_once=at_once)
+        record = Record(
+            id=asked.id,
+            kind=WHOLE[asked.kind],
+            tenant=owner,
+            user=asked.user,
+            created=int(time.time()),
+            choices=list(tickets),
+        )
+        kept.add(record)
+    return tickets
 
 
 def _tell(entry: Entry, answering: Answers) -> None:

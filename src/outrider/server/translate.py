@@ -35,7 +35,6 @@ CALLERS_NAMES = {
     "width": "speculation.width",
     "tree": "speculation.tree",
     "deadline_s": "deadline_ms",
-    "request_id": "X-Request-Id",
 }
 
 
@@ -176,12 +175,16 @@ def _requests(
     flat: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> list[Request]:
-    """Choices of one question differ by their index alone; they share their sampling settings as one object."""
+    """Choices of one question differ by their index alone; they share their sampling settings as one object.
+
+    The engine has one set of names for all clients. So it gets names of the server's own, which no two calls share.
+    """
     first = Request.of(questions[0].tokens, {**flat, "max_tokens": lengths[0]}, defaults)
+    unique = secrets.token_hex(8)
     requests: list[Request] = []
     for question, length in zip(questions, lengths, strict=True):
         for choice in range(n):
-            name = call_id if len(questions) * n == 1 else f"{call_id}.{len(requests)}"
+            name = f"{call_id}#{unique}.{len(requests)}"
             requests.append(replace(first, prompt=question.tokens, max_tokens=length, choice=choice, request_id=name))
     return requests
 
