@@ -20,6 +20,7 @@ from outrider.server.spelling import Spelling
 from outrider.types import Request
 
 Kind = Literal["chat", "text"]
+MOST_COPIES = 1 << 20  # ids of one field in all answers to a call: each answer has them checked and copied
 USUAL_LENGTH = 16  # of a plain completion nobody gave a length for, as OpenAI has it
 
 # Fields that go to the engine as they are: by the same name, or by its own.
@@ -137,6 +138,7 @@ def _asked(
     questions, n = _questions(body, engine), body.n or 1
     if len(questions) * n > MOST_CHOICES:
         raise RequestError(f"{len(questions)} prompts times n={n} is more than {MOST_CHOICES} answers", param="n")
+    _check_copies(body, len(questions) * n)
     rooms = [engine.context - len(question.tokens) for question in questions]
     lengths = [length if length is not None else _usual_length(kind, settings, room) for room in rooms]
     return Asked(
@@ -155,6 +157,18 @@ def _asked(
         is_silent=is_silent,
         user=body.user,
     )
+
+
+def _check_copies(body: Generation, num_answers: int) -> None:
+    """Long lists of ids and many answers do not go together."""
+    for name in ("banned", "stop_token_ids"):
+        count = len(getattr(body, name) or ())
+        if count * num_answers > MOST_COPIES:
+            raise RequestError(
+                f"{name} has {count} ids for each of {num_answers} answers, and at most {MOST_COPIES} are taken in "
+                "all; ask for fewer answers, or shorten it",
+                param=name,
+            )
 
 
 def _check_stream(body: Generation, speculation: Speculation) -> None:
