@@ -64,8 +64,9 @@ def test_what_fits_is_taken() -> None:
         ({"banned": [-1] * 4 * MANY}, 400),
         ({"banned": [5] * MANY}, 200),
         ({"prompt": [5] * 5 * MANY}, 400),
+        ({"prompt": [5] * 5 * MANY, "echo": True, "logprobs": 0, "n": 128}, 400),
     ],
-    ids=["bad biases", "many biases", "bad bans", "bans", "a long prompt"],
+    ids=["bad biases", "many biases", "bad bans", "bans", "a long prompt", "a long echo"],
 )
 def test_others_are_answered_meanwhile(body: Json, status: int) -> None:
     raw = json.dumps({"prompt": "a", "max_tokens": 2, **body}).encode()

@@ -40,10 +40,12 @@ CALLERS_NAMES = {
 
 
 class Question(NamedTuple):
-    """A prompt as the model reads it, and as it is echoed."""
+    """A prompt as the model reads it, and as it is echoed. `start` is where its tokens begin in that text: a tokenizer
+    may put a space of its own before it, so it may be below 0."""
 
     tokens: list[int]
     text: str
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +209,15 @@ def _questions(body: ChatBody | CompletionBody, engine: Engine) -> list[Question
     if isinstance(body, ChatBody):
         return [Question(engine.encode_chat(conversation(body.messages)), "")]
     spelling = Spelling(engine.tokenizer)
-    return [
+    questions = [
         Question(engine.encode(prompt), prompt)
         if isinstance(prompt, str)
         else Question(prompt, spelling.text(prompt, engine.info.vocab_size, "prompt") if body.echo else "")
         for prompt in body.prompt
     ]
+    if not body.echo or body.logprobs is None:
+        return questions
+    return [one._replace(start=len(one.text) - spelling.length(one.tokens)) for one in questions]
 
 
 def _echoes(body: ChatBody | CompletionBody) -> bool:
