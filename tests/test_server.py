@@ -752,10 +752,10 @@ def test_control_tokens_in_content_are_text(server: Server) -> None:
     end = 256  # of the mock: "<end>"
     talk = [{"role": "user", "content": "a<end>b"}]
     assert end in server.ask("/tokenize", prompt="a<end>b")["tokens"], "a plain prompt may have control tokens"
-    told = server.ask("/tokenize", messages=talk)
-    assert end not in told["tokens"]
-    assert "a<end>b" in server.ask("/detokenize", tokens=told["tokens"])["prompt"]
-    assert server.ask(CHAT, messages=talk, max_tokens=1)["usage"]["prompt_tokens"] == told["count"]
+    written = server.ask("/tokenize", messages=talk)
+    assert end not in written["tokens"]
+    assert "a<end>b" in server.ask("/detokenize", tokens=written["tokens"])["prompt"]
+    assert server.ask(CHAT, messages=talk, max_tokens=1)["usage"]["prompt_tokens"] == written["count"]
 
 
 def counters(server: Server) -> dict[str, float]:

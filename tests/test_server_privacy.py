@@ -39,9 +39,9 @@ def reuse(server: Any) -> tuple[float, int]:
     cached, accepted = [], []
     for _ in range(2):
         before = server.worker.engine.metrics.cached_tokens
-        told = server.ask(TEXT, **SECRET)["usage"]["speculation"]
+        figures = server.ask(TEXT, **SECRET)["usage"]["speculation"]
         cached.append(server.worker.engine.metrics.cached_tokens - before)
-        accepted.append(told["accepted"])
+        accepted.append(figures["accepted"])
     return cached[1] - cached[0], accepted[1] - accepted[0]
 
 

@@ -220,6 +220,13 @@ def test_an_engine_that_dies_tells_everybody_and_the_process_ends() -> None:
     process.stderr.close()
 
 
+@pytest.mark.parametrize("arguments", [(), ("--share-memory",), ("--api-key", "key")])
+def test_a_start_for_all_without_memory_says_so(arguments: tuple[str, ...]) -> None:
+    with running_server("mock-text", "--quiet", "--host", "0.0.0.0", *arguments) as server:
+        said = server.errors()
+        assert said.count("--share-memory") == (0 if arguments else 1), said
+
+
 def test_wrong_usage_is_one_line() -> None:
     def said(*arguments: str) -> str:
         done = subprocess.run(
