@@ -48,15 +48,15 @@ class Caller(threading.Thread):
         self.url, self.number = url, number
         self.body = body(number, stream=True, speculation={"trace": True}, **more)
         self.id = f"call-{number}"
+        self.headers = {"X-Request-Id": self.id}
         self.tokens: list[int] = []
         self.error: dict[str, Any] | None = None
         self.status = 0
         self.begun = threading.Event()
 
     def run(self) -> None:
-        headers = {"X-Request-Id": self.id}
         try:
-            with HTTP.stream("POST", f"{self.url}/v1/completions", json=self.body, headers=headers) as response:
+            with HTTP.stream("POST", f"{self.url}/v1/completions", json=self.body, headers=self.headers) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
@@ -83,9 +83,9 @@ def num_open(url: str) -> int:
     return sum(int(count) for count in re.findall(r"^outrider_requests_(?:running|waiting) (\d+)", page, re.MULTILINE))
 
 
-def wait_until_done(url: str, request_id: str) -> dict[str, Any]:
+def wait_until_done(url: str, request_id: str, **headers: str) -> dict[str, Any]:
     for _ in range(600):
-        answer = HTTP.get(f"{url}/v1/requests/{request_id}")
+        answer = HTTP.get(f"{url}/v1/requests/{request_id}", headers=headers)
         assert answer.status_code == 200, answer.text
         if answer.json()["status"] == "done":
             return answer.json()
@@ -130,6 +130,25 @@ def test_what_runs_at_sigterm_goes_on_at_the_next_start(tmp_path: Path) -> None:
     with running_server(*arguments) as server:
         assert HTTP.get(f"{server.url}/v1/requests/call-3").json()["choices"][0]["token_ids"] == expected(3)
         assert HTTP.get(f"{server.url}/health/ready").status_code == 200
+
+
+def test_two_keys_with_one_id_go_on_apart(tmp_path: Path) -> None:
+    keys = ("first", "second")
+    arguments = ["mock-cost", "--snapshot-dir", str(tmp_path), "--quiet", *(f"--api-key={key}" for key in keys)]
+    with running_server(*arguments) as server:
+        callers = [Caller(server.url, number) for number in range(2)]
+        for caller, key in zip(callers, keys, strict=True):
+            caller.headers = {"X-Request-Id": "same", "Authorization": f"Bearer {key}"}
+            caller.start()
+        assert all(caller.begun.wait(20) for caller in callers)
+        assert server.end() == 0
+        for caller in callers:
+            caller.join(20)
+            assert caller.error is not None and "GET /v1/requests/same" in caller.error["message"]
+    with running_server(*arguments) as server:
+        for number, key in enumerate(keys):
+            found = wait_until_done(server.url, "same", Authorization=f"Bearer {key}")
+            assert found["id"] == "same" and found["choices"][0]["token_ids"] == expected(number)
 
 
 def test_without_a_folder_what_runs_is_finished_first() -> None:
@@ -199,6 +218,13 @@ def test_an_engine_that_dies_tells_everybody_and_the_process_ends() -> None:
     assert "a bug in the scheduler" in process.stderr.read()
     process.stdout.close()
     process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--share-memory",), ("--api-key", "key")])
+def test_a_start_for_all_without_memory_says_so(arguments: tuple[str, ...]) -> None:
+    with running_server("mock-text", "--quiet", "--host", "0.0.0.0", *arguments) as server:
+        said = server.errors()
+        assert said.count("--share-memory") == (0 if arguments else 1), said
 
 
 def test_wrong_usage_is_one_line() -> None:

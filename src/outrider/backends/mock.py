@@ -251,6 +251,10 @@ class ByteTokenizer(PieceTokenizer):
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == NUM_BYTES else self.pieces[token]
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str) -> list[int]:
+        """The template writes no end, so one in the text is content: its letters."""
+        return [one for token in self.encode(text) for one in (self.pieces[token] if token == NUM_BYTES else [token])]
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 

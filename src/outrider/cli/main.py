@@ -197,6 +197,9 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A name that it may be called by, beside localhost; repeated.")
     ] = None,
+    share_memory: Annotated[
+        bool, typer.Option("--share-memory", help="Without keys: clients share past text and the prefix cache.")
+    ] = False,
     origin: Annotated[list[str] | None, typer.Option(help="Pages elsewhere that may ask (CORS); repeated.")] = None,
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="On SIGTERM what runs is saved here, and goes on at the next start.")
@@ -232,6 +235,7 @@ def serve(
             "origins": tuple(origin or ()),
             "hosts": serving.hosts(host, allow_host or []),
             "keep_s": keep,
+            "share_memory": share_memory,
         },
         api_keys=serving.keys(api_key, api_key_file),
         quiet=quiet,

@@ -32,7 +32,7 @@ from outrider.serving import ServingMetrics
 from outrider.spec.controller import WidthController
 from outrider.spec.cost_model import CostModel
 from outrider.spec.router import Router
-from outrider.tokenizer.base import ChatTokenizer, Tokenizer
+from outrider.tokenizer.base import ChatTokenizer, LiteralTokenizer, Tokenizer
 from outrider.types import Constraint, Event, Job, Prompt, Request, Result
 
 if TYPE_CHECKING:
@@ -399,6 +399,8 @@ class Engine:
             raise RequestError("this model has no chat template; use a plain prompt", param="messages")
         text = self.tokenizer.chat(messages)
         self._intake.check_text(text)
+        if isinstance(self.tokenizer, LiteralTokenizer):
+            return self.tokenizer.encode_chat(messages, text)
         return self.tokenizer.encode(text, add_special=False)
 
     @property

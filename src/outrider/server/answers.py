@@ -166,12 +166,8 @@ class Answers:
         return tops
 
     def _offsets_of(self, index: int) -> Offsets:
-        """Where tokens begin in the text shown. Of a text prompt the tokens may begin with a space of their own."""
-        asked = self.asked
-        if not asked.echo or asked.logprobs is None:
-            return Offsets(self._spelling)
-        question = asked.question(index)
-        return Offsets(self._spelling, len(question.text) - self._spelling.length(question.tokens))
+        """Where tokens begin in the text shown."""
+        return Offsets(self._spelling, self.asked.question(index).start)
 
 
 def _end(result: Result | None) -> Json:

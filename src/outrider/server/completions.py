@@ -11,14 +11,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import OutriderError
 from outrider.server.answers import WHOLE, Answers
 from outrider.server.description import ASKING, answers, takes
 from outrider.server.kept import Record
 from outrider.server.ledger import GONE, Entry
+from outrider.server.memory import tenant_for
 from outrider.server.reading import results_of
 from outrider.server.schema import ChatBody, CompletionBody
-from outrider.server.service import Service, entry_of, name_of, tenant_of
+from outrider.server.service import Service, entry_of, name_of, owner_of
 from outrider.server.sse import EventStream
 from outrider.server.ticket import Ticket
 from outrider.server.translate import Asked, in_callers_words, read_request
@@ -41,15 +42,15 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody) -> Response:
-    tenant, entry = tenant_of(request), entry_of(request)
+    owner, entry = owner_of(request), entry_of(request)
     is_small: bool = request.state.is_small
+    tenant = tenant_for(owner, service.settings)
     read = partial(read_request, body, service.worker.engine, service.settings, name=name_of(request), tenant=tenant)
     asked = read() if is_small else await asyncio.to_thread(read)
     entry.id, entry.user = asked.id, asked.user
-    _check_name(service, asked, tenant)
     answering, headers = Answers(asked, service.spelling), {"X-Request-Id": asked.id}
     try:
-        tickets = await _submit(service, asked, tenant, at_once=is_small)
+        tickets = await _submit(service, asked, owner, at_once=is_small)
         if asked.stream:
             return EventStream(
                 answering,
@@ -69,29 +70,21 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     return JSONResponse(whole, headers=headers)
 
 
-async def _submit(service: Service, asked: Asked, tenant: str, *, at_once: bool) -> Sequence[Ticket]:
+async def _submit(service: Service, asked: Asked, owner: str, *, at_once: bool) -> Sequence[Ticket]:
     """Hand the requests to the engine, and remember them for those who ask later."""
-    tickets = await service.worker.submit(asked.requests, at_once=at_once)
-    record = Record(
-        id=asked.id,
-        kind=WHOLE[asked.kind],
-        tenant=tenant,
-        user=asked.user,
-        created=int(time.time()),
-        choices=list(tickets),
-    )
-    service.worker.kept.add(record)
-    return tickets
-
-
-def _check_name(service: Service, asked: Asked, tenant: str) -> None:
-    """A name can be used again by its owner when its request is over."""
     kept = service.worker.kept
-    if asked.id not in kept:
-        return
-    known = kept.find(asked.id, tenant)
-    if known is None or known["status"] != "done":
-        raise RequestError(f"the id {asked.id!r} is in use; choose another X-Request-Id", param="X-Request-Id")
+    with kept.reserving(asked.id, owner):
+        tickets = await service.worker.submit(asked.requests, at_once=at_once)
+        record = Record(
+            id=asked.id,
+            kind=WHOLE[asked.kind],
+            tenant=owner,
+            user=asked.user,
+            created=int(time.time()),
+            choices=list(tickets),
+        )
+        kept.add(record)
+    return tickets
 
 
 def _tell(entry: Entry, answering: Answers) -> None:

@@ -29,7 +29,7 @@ DISCARDED, DISCARD_S = 64 << 20, 5.0  # bytes and seconds
 
 
 class Guard:
-    """Passes on what is allowed, with its whole body read. `state["tenant"]` tells callers apart by their keys."""
+    """Passes on what is allowed, with its whole body read. `state["owner"]` tells callers apart by their keys."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_host(headers)
-            scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
+            scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
             if scope["method"] in WITH_BODY:
                 body = await self._read(headers, receive)
                 if body is None:
@@ -63,7 +63,7 @@ class Guard:
                 "or start it with that name allowed"
             )
 
-    def _tenant(self, path: str, headers: Headers) -> str:
+    def _owner(self, path: str, headers: Headers) -> str:
         """Whose request it is: a name made of the key, "" where no keys are needed."""
         if not self._keys or not is_guarded(path):
             return ""

@@ -1,20 +1,24 @@
-"""Requests by the id their client knows, while they run and for a time afterwards.
+"""Requests by their owner and the id their client knows, while they run and for a time afterwards.
 
 A client whose connection is gone asks here for its tokens: because the server was started again and went on with the
-request, or because the last bytes never arrived. Only the caller who made a request finds it.
+request, or because the last bytes never arrived. Only the caller who made a request finds it. Ids of other callers mean
+nothing here: two callers may use the same one, and neither learns of the other.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.errors import RequestError
 from outrider.server.ticket import Ticket
 
 MOST = 10_000  # requests remembered
+Key = tuple[str, str]  # the owner, and the id that its client knows
 
 
 @dataclass(slots=True)
@@ -23,11 +27,15 @@ class Record:
 
     id: str
     kind: str  # chat.completion or text_completion
-    tenant: str
+    tenant: str  # its owner
     user: str | None
     created: int
     choices: list[Ticket | dict[str, Any]]
     ended: float | None = None  # when it was seen to be over
+
+    @property
+    def key(self) -> Key:
+        return self.tenant, self.id
 
     @property
     def is_over(self) -> bool:
@@ -62,24 +70,40 @@ class Kept:
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
-        self._records: OrderedDict[str, Record] = OrderedDict()  # the oldest first
+        self._records: OrderedDict[Key, Record] = OrderedDict()  # the oldest first
+        self._reserved: set[Key] = set()
         self._pruned = 0.0
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._records
+    @contextmanager
+    def reserving(self, request_id: str, owner: str) -> Iterator[None]:
+        """Hold an id for a request that is on its way to the engine. An owner can use an id again when its request is
+        over; of two requests at the same time the second is refused."""
+        key = owner, request_id
+        known = self._records.get(key)
+        if key in self._reserved or (known is not None and not known.is_over):
+            raise RequestError(
+                f"the id {request_id!r} is in use by a request of yours; choose another X-Request-Id, or wait until "
+                "that request is over",
+                param="X-Request-Id",
+            )
+        self._reserved.add(key)
+        try:
+            yield
+        finally:
+            self._reserved.remove(key)
 
     def add(self, record: Record) -> None:
         self._prune()
-        self._records[record.id] = record
+        self._records[record.key] = record
 
-    def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
+    def find(self, request_id: str, owner: str) -> dict[str, Any] | None:
         """What is known of a request of this caller."""
-        record = self._of(request_id, tenant)
+        record = self._of(request_id, owner)
         return None if record is None else record.view()
 
-    def cancel(self, request_id: str, tenant: str) -> bool:
+    def cancel(self, request_id: str, owner: str) -> bool:
         """End a request that runs; False when there is none of this caller."""
-        record = self._of(request_id, tenant)
+        record = self._of(request_id, owner)
         if record is None:
             return False
         for choice in record.choices:
@@ -87,10 +111,9 @@ class Kept:
                 choice.cancel()
         return True
 
-    def _of(self, request_id: str, tenant: str) -> Record | None:
+    def _of(self, request_id: str, owner: str) -> Record | None:
         self._prune()
-        record = self._records.get(request_id)
-        return record if record is not None and record.tenant == tenant else None
+        return self._records.get((owner, request_id))
 
     def _prune(self) -> None:
         """Forget what is over for long enough, and the oldest of too many. Looked at once a second."""
@@ -104,7 +127,7 @@ class Kept:
             is_old = record.ended is not None and now - record.ended > self._keep_s
             is_one_too_many = record.ended is not None and len(self._records) > 0.9 * MOST and is_full
             if is_old or is_one_too_many:
-                del self._records[record.id]
+                del self._records[record.key]
 
     @property
     def names(self) -> dict[str, str]:

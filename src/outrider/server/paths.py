@@ -18,7 +18,7 @@ from outrider.server.figures import steady
 from outrider.server.files import INDEX, file_response, load_files
 from outrider.server.metrics import CONTENT_TYPE, HttpMetrics, exposition
 from outrider.server.schema import DetokenizeBody, TokenizeBody
-from outrider.server.service import Service, tenant_of
+from outrider.server.service import Service, owner_of
 from outrider.server.translate import check_model, conversation
 from outrider.tokenizer.base import ChatTokenizer
 
@@ -68,7 +68,7 @@ def lookups(service: Service) -> APIRouter:
     @router.get("/v1/requests/{request_id}", responses={200: gives("id", "status", "choices"), **errors(404)})
     async def find(request_id: str, request: Request) -> Response:
         """A request of yours, while it runs and for a while afterwards."""
-        found = worker.kept.find(request_id, tenant_of(request))
+        found = worker.kept.find(request_id, owner_of(request))
         if found is None:
             raise _no_request(request_id)
         return JSONResponse(found)
@@ -76,7 +76,7 @@ def lookups(service: Service) -> APIRouter:
     @router.delete("/v1/requests/{request_id}", responses={200: gives("id", "object", "cancelled"), **errors(404)})
     async def cancel(request_id: str, request: Request) -> Response:
         """End a request of yours within a round."""
-        if not worker.cancel(request_id, tenant_of(request)):
+        if not worker.cancel(request_id, owner_of(request)):
             raise _no_request(request_id)
         return JSONResponse({"id": request_id, "object": "request", "cancelled": True})
 

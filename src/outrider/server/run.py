@@ -25,6 +25,7 @@ import uvicorn
 from outrider.engine.engine import Engine
 from outrider.engine.snapshot import Snapshot
 from outrider.errors import ConfigError
+from outrider.server import memory
 from outrider.server.app import create_app
 from outrider.server.settings import ServerSettings
 from outrider.server.worker import Worker
@@ -49,6 +50,9 @@ def serve(engine: Engine, settings: ServerSettings, place: Place, announce: Call
     """Run until a signal comes or the engine dies; the exit code."""
     listener = _listen(place)
     host, port = listener.getsockname()[:2]
+    settings = memory.at_address(settings, host)
+    if memory.is_off(settings):
+        log.warning(memory.OFF)
     shown = f"[{host}]" if ":" in host else host
     process = Process(engine, settings, place, functools.partial(announce, f"http://{shown}:{port}"))
     return asyncio.run(process.run(listener))

@@ -2,6 +2,9 @@
 
 Nothing is converted on the way: "5", 5.0 and true are no whole numbers. What is not given stays None, so that the
 model's own settings hold; OpenAI's default temperature of 1 does not override them.
+
+Collections have a limit, which is checked before their entries are. A list is given up at its first bad entry: pydantic
+would otherwise describe them all, which takes seconds and lets nothing else run.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from outrider.server.refusals import Refusals
 
 MOST_CHOICES = 128  # answers to one call: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 1000
+MOST_BIASES = 1024
+MOST_IDS = 1 << 18  # of a vocabulary: none has more tokens
+MOST_MESSAGES, MOST_PARTS = 1 << 14, 1 << 10
+MOST_SENT = 1 << 20  # ids whose text is wanted
 LONGEST_RULES = 1 << 15  # characters of a schema, a regex or a grammar: compiling takes longer than they are long
 WIDEST = 64  # drafted tokens a round that a caller may ask for
 MOST_TOKENS = (1 << 31) - 1
@@ -31,6 +38,17 @@ Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
 def fault(said: str) -> PydanticCustomError:
     """What is wrong with a field, as words that follow its name."""
     return PydanticCustomError(FAULT, "{said}", {"said": said})
+
+
+def at_most(most: int, cure: str) -> BeforeValidator:
+    """Refuses a list or an object by its size, before its entries are looked at."""
+
+    def check(given: object) -> object:
+        if isinstance(given, (list, dict)) and len(given) > most:
+            raise fault(f"has {len(given)} entries, and at most {most} are taken; {cure}")
+        return given
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):
@@ -91,9 +109,13 @@ def _joined(content: object) -> object:
 def _listed(stop: object) -> object:
     """A stop text, or several."""
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list):
         raise fault("takes a text or a list of texts")
-    if len(texts) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in texts):
+    if len(texts) > MOST_STOPS:
+        raise fault(f"has {len(texts)} entries, and takes up to {MOST_STOPS}; leave some out")
+    if not all(isinstance(text, str) for text in texts):
+        raise fault("takes a text or a list of texts")
+    if not all(1 <= len(text) <= LONGEST_STOP for text in texts):
         raise fault(f"takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters")
     return texts
 
@@ -124,6 +146,9 @@ def _schema(**schema: Any) -> WithJsonSchema:
     return WithJsonSchema(schema)
 
 
+TokenIds = Annotated[
+    list[TokenId], Field(max_length=MOST_IDS, fail_fast=True), at_most(MOST_IDS, "no vocabulary has more tokens")
+]
 _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -138,7 +163,8 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
 Content = Annotated[
     str,
     BeforeValidator(_joined),
-    _schema(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}]),
+    at_most(MOST_PARTS, "join the texts"),
+    _schema(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "maxItems": MOST_PARTS, "items": _PART}]),
 ]
 Stop = Annotated[
     list[str],
@@ -160,8 +186,10 @@ Prompts = Annotated[
 Bias = Annotated[
     dict[str, Penalty],
     BeforeValidator(_ids_as_text),
+    at_most(MOST_BIASES, "to forbid more tokens, use banned"),
     _schema(
         type="object",
+        maxProperties=MOST_BIASES,
         propertyNames={"pattern": "^[0-9]{1,9}$"},
         additionalProperties={"type": "number", "minimum": -1e6, "maximum": 1e6},
     ),
@@ -179,6 +207,13 @@ class Message(Strict):
     refusals = refusals.MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    at_most(MOST_MESSAGES, "send the latest ones"),
+]
 
 
 class StreamOptions(Strict):
@@ -218,7 +253,7 @@ class Generation(Strict):
     min_tokens: Length | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 64) - 1)
     temperature: float | None = Field(default=None, ge=0, le=1e6, description="left out, the model's own default holds")
@@ -230,7 +265,7 @@ class Generation(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
-    banned: list[TokenId] | None = Field(default=None, description="ids that are never drawn")
+    banned: TokenIds | None = Field(default=None, description="ids that are never drawn")
     accept: Literal["auto", "rejection", "coupled"] | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(default=None, min_length=1, max_length=LONGEST_RULES, description="in Lark's syntax")
@@ -247,7 +282,7 @@ class ChatBody(Generation):
     """POST /v1/chat/completions"""
 
     refusals = refusals.CHAT
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -276,7 +311,7 @@ class TokenizeBody(Strict):
     }
     model: str | None = Field(default=None, max_length=500)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(default=None, description="of a prompt; usually true")
 
 
@@ -284,4 +319,6 @@ class DetokenizeBody(Strict):
     """POST /detokenize"""
 
     model: str | None = Field(default=None, max_length=500)
-    tokens: list[TokenId]
+    tokens: Annotated[
+        list[TokenId], Field(max_length=MOST_SENT, fail_fast=True), at_most(MOST_SENT, "send them in parts")
+    ]

@@ -57,8 +57,9 @@ class Service:
         return error_response(error, wait_s=self.worker.engine.metrics.latency.quantile(0.5))
 
 
-def tenant_of(request: Request) -> str:
-    return str(request.state.tenant)
+def owner_of(request: Request) -> str:
+    """Whose requests the caller may see: those of its key, or of all clients where there are no keys."""
+    return str(request.state.owner)
 
 
 def entry_of(request: Request) -> Entry:

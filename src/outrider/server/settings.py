@@ -10,6 +10,7 @@ class ServerSettings:
     """Limits, keys and names. `hosts` are the names a browser may know this server by; none is any.
 
     A server on this machine alone should name its hosts: otherwise a page elsewhere can point its own name here.
+    `share_memory` lets clients without keys share what is remembered across requests (`memory.py`).
     """
 
     model_name: str
@@ -21,3 +22,4 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     keep_s: float = 600.0
+    share_memory: bool = False

@@ -20,6 +20,7 @@ from outrider.server.spelling import Spelling
 from outrider.types import Request
 
 Kind = Literal["chat", "text"]
+MOST_COPIES = 1 << 20  # ids of one field in all answers to a call: each answer has them checked and copied
 USUAL_LENGTH = 16  # of a plain completion nobody gave a length for, as OpenAI has it
 
 # Fields that go to the engine as they are: by the same name, or by its own.
@@ -35,15 +36,16 @@ CALLERS_NAMES = {
     "width": "speculation.width",
     "tree": "speculation.tree",
     "deadline_s": "deadline_ms",
-    "request_id": "X-Request-Id",
 }
 
 
 class Question(NamedTuple):
-    """A prompt as the model reads it, and as it is echoed."""
+    """A prompt as the model reads it, and as it is echoed. `start` is where its tokens begin in that text: a tokenizer
+    may put a space of its own before it, so it may be below 0."""
 
     tokens: list[int]
     text: str
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,7 @@ def _asked(
     questions, n = _questions(body, engine), body.n or 1
     if len(questions) * n > MOST_CHOICES:
         raise RequestError(f"{len(questions)} prompts times n={n} is more than {MOST_CHOICES} answers", param="n")
+    _check_copies(body, len(questions) * n)
     rooms = [engine.context - len(question.tokens) for question in questions]
     lengths = [length if length is not None else _usual_length(kind, settings, room) for room in rooms]
     return Asked(
@@ -158,6 +161,18 @@ def _asked(
     )
 
 
+def _check_copies(body: Generation, num_answers: int) -> None:
+    """Long lists of ids and many answers do not go together."""
+    for name in ("banned", "stop_token_ids"):
+        count = len(getattr(body, name) or ())
+        if count * num_answers > MOST_COPIES:
+            raise RequestError(
+                f"{name} has {count} ids for each of {num_answers} answers, and at most {MOST_COPIES} are taken in "
+                "all; ask for fewer answers, or shorten it",
+                param=name,
+            )
+
+
 def _check_stream(body: Generation, speculation: Speculation) -> None:
     """Some settings are for streams only."""
     for name, is_given in (
@@ -176,12 +191,16 @@ def _requests(
     flat: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> list[Request]:
-    """Choices of one question differ by their index alone; they share their sampling settings as one object."""
+    """Choices of one question differ by their index alone; they share their sampling settings as one object.
+
+    The engine has one set of names for all clients. So it gets names of the server's own, which no two calls share.
+    """
     first = Request.of(questions[0].tokens, {**flat, "max_tokens": lengths[0]}, defaults)
+    unique = secrets.token_hex(8)
     requests: list[Request] = []
     for question, length in zip(questions, lengths, strict=True):
         for choice in range(n):
-            name = call_id if len(questions) * n == 1 else f"{call_id}.{len(requests)}"
+            name = f"{call_id}#{unique}.{len(requests)}"
             requests.append(replace(first, prompt=question.tokens, max_tokens=length, choice=choice, request_id=name))
     return requests
 
@@ -190,12 +209,15 @@ def _questions(body: ChatBody | CompletionBody, engine: Engine) -> list[Question
     if isinstance(body, ChatBody):
         return [Question(engine.encode_chat(conversation(body.messages)), "")]
     spelling = Spelling(engine.tokenizer)
-    return [
+    questions = [
         Question(engine.encode(prompt), prompt)
         if isinstance(prompt, str)
         else Question(prompt, spelling.text(prompt, engine.info.vocab_size, "prompt") if body.echo else "")
         for prompt in body.prompt
     ]
+    if not body.echo or body.logprobs is None:
+        return questions
+    return [one._replace(start=len(one.text) - spelling.length(one.tokens)) for one in questions]
 
 
 def _echoes(body: ChatBody | CompletionBody) -> bool:

@@ -87,9 +87,9 @@ class Worker:
             self._tell_everybody(self._epitaph)
         return tickets
 
-    def cancel(self, request_id: str, tenant: str) -> bool:
+    def cancel(self, request_id: str, owner: str) -> bool:
         """End a client's request by the id it knows; False when it has none of that id."""
-        return self.kept.cancel(request_id, tenant)
+        return self.kept.cancel(request_id, owner)
 
     def _check_open(self) -> None:
         if self.error is not None:

@@ -28,6 +28,14 @@ class ChatTokenizer(Protocol):
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
 
 
+@runtime_checkable
+class LiteralTokenizer(Protocol):
+    """A chat tokenizer that knows what a client typed from what its template wrote."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str) -> list[int]:
+        """The ids of a conversation that `chat` wrote as `text`. Content of messages forms no control tokens."""
+
+
 class PieceTokenizer:
     """A tokenizer over a fixed list of byte strings; encodes by the longest piece that fits. For mocks and toys."""
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelFileError, RequestError
 from outrider.tokenizer.library import blaming
+from outrider.tokenizer.literal import LiteralChat
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
     from outrider.tokenizer.template import ChatTemplate
 
@@ -56,9 +57,20 @@ class TextTokenizer:
 
         Special tokens written in the text become their ids. Text from `chat` already has its BOS.
         """
+        return self._encoding(text, add_special).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str) -> list[int]:
+        """The ids of a conversation that `chat` wrote as `text`. Special tokens in content stay text (`literal.py`)."""
+        return self._literal.encode(messages, text, self.chat, lambda written: self._encoding(written, False))
+
+    @cached_property
+    def _literal(self) -> LiteralChat:
+        return LiteralChat(self._tokenizer)
+
+    def _encoding(self, text: str, add_special: bool) -> Encoding:
         try:
             with blaming(self.path, "its tokenizer cannot encode this text"):
-                return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+                return self._tokenizer.encode(text, add_special_tokens=add_special)
         except ModelFileError as error:
             if not isinstance(text, str):
                 raise RequestError(f"the prompt must be text, got {type(text).__name__}", param="prompt") from error
