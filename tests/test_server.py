@@ -597,15 +597,15 @@ def test_hosts_and_origins() -> None:
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     scheduling = SchedulerConfig(max_batch=1, max_queue=1)
-    with another(loading={"scheduling": scheduling}) as small:
+    with another(model="mock-cost", loading={"scheduling": scheduling}) as small:
         never = small.refusal(TEXT, {"prompt": "a", "n": 3})
-        assert never["param"] == "n" and "ask for less" in never["message"]  # waiting would not help
-        waiting = small.worker.engine.open_streams(["a", "b"], max_tokens=4000)
+        assert never["param"] == "n" and "lower n" in never["message"]  # waiting would not help
+        waiting = small.worker.engine.open_streams(["a", "b"], max_tokens=4000, ignore_eos=True)
         response = small.post(TEXT, {"prompt": "a"})
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["code"] == "queue_full"
         for stream in waiting:
-            stream.cancel()
+            stream.close()
         assert small.ask(TEXT, prompt="a", n=2)
         small.worker.refuse()
         response = small.post(TEXT, {"prompt": "a"})

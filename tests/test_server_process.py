@@ -184,26 +184,27 @@ def test_a_second_signal_does_not_wait() -> None:
 DYING = """
 import sys
 from outrider.engine.engine import Engine
+from outrider.errors import DeviceLostError
 from outrider.server.run import Place, serve
 from outrider.server.settings import ServerSettings
 
 engine = Engine.load("mock-cost")
-plan, steps = engine.loop.scheduler.plan, 0
+score, passes = engine.loop.target.score, 0
 
-def faulty(choose):
-    global steps
-    steps += 1
-    if steps > 30:
-        raise RuntimeError("a bug in the scheduler")
-    return plan(choose)
+def faulty(*arguments):
+    global passes
+    passes += 1
+    if passes > 30:
+        raise DeviceLostError("the device is gone")
+    return score(*arguments)
 
-engine.loop.scheduler.plan = faulty
+engine.loop.target.score = faulty
 settings, say = ServerSettings(model_name="mock"), lambda url: print(f"answers at {url}", flush=True)
 sys.exit(serve(engine, settings, Place(port=0), say))
 """
 
 
-def test_an_engine_that_dies_tells_everybody_and_the_process_ends() -> None:
+def test_a_lost_device_ends_all_requests_and_the_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     found = re.search(r"answers at (\S+)", process.stdout.readline())
@@ -213,9 +214,10 @@ def test_an_engine_that_dies_tells_everybody_and_the_process_ends() -> None:
         caller.start()
     for caller in callers:
         caller.join(30)
-        assert caller.error is not None and "died" in caller.error["message"], caller.error
+        assert caller.error is not None and caller.error["code"] == "device_lost", caller.error
     assert process.wait(30) == 1
-    assert "a bug in the scheduler" in process.stderr.read()
+    said = process.stderr.read()
+    assert "the engine died" in said and "the device is gone" in said
     process.stdout.close()
     process.stderr.close()
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: HTTP in, rounds out. The engine runs on a thread of its own (`worker.py`)."""
+"""The OpenAI-compatible server: HTTP in, rounds out. Requests go to the engine's thread through `worker.py`."""

@@ -76,7 +76,7 @@ def lookups(service: Service) -> APIRouter:
     @router.delete("/v1/requests/{request_id}", responses={200: gives("id", "object", "cancelled"), **errors(404)})
     async def cancel(request_id: str, request: Request) -> Response:
         """End a request of yours within a round."""
-        if not worker.cancel(request_id, owner_of(request)):
+        if not worker.kept.cancel(request_id, owner_of(request)):
             raise _no_request(request_id)
         return JSONResponse({"id": request_id, "object": "request", "cancelled": True})
 
