@@ -72,16 +72,14 @@ class EngineThread:
         loop = self._loop
         while not self._is_stopping:
             try:
-                if loop.jobs:
+                if loop.jobs and loop.error is None:
                     loop.step()
                 else:
-                    loop.receive(wait=True)
+                    loop.receive(wait=True)  # with an error, later requests get it, one by one
             except BaseException as error:  # an interrupt that a callback raised: its job has it
                 log.exception("a step was interrupted")
                 if loop.error is None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                     loop.error = BackendError(f"the engine's thread failed: {error}")
-            if loop.error is not None:
-                if self.on_death is not None:
-                    self.on_death(loop.error)
-                    self.on_death = None
-                loop.receive(wait=True)  # later requests get the error, one by one
+            if loop.error is not None and self.on_death is not None:
+                self.on_death(loop.error)
+                self.on_death = None
