@@ -103,8 +103,7 @@ def measure(cell: Cell) -> Reading:
     seconds = {width: _priced(cell, width) for width in FIXED}
     best_width = min(seconds, key=seconds.__getitem__)
     clock = VirtualClock()
-    engine = _run(cell.acceptance, cell.batch, None, _pricing(cell, clock), clock)
-    auto = clock.now()
+    engine, auto = _run(cell.acceptance, cell.batch, None, _pricing(cell, clock), clock)
     widths = dict(sorted(engine.statistics.widths.items()))
     return Reading(cell, seconds[0] / auto, seconds[best_width] / auto, best_width, widths)
 
@@ -145,20 +144,23 @@ def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> Counter[tu
     return passes
 
 
-def _run(acceptance: tuple[float, ...], batch: int, width: int | None, price: Price, clock: VirtualClock) -> Engine:
-    """Answer the requests of a cell with a fresh engine."""
+def _run(
+    acceptance: tuple[float, ...], batch: int, width: int | None, price: Price, clock: VirtualClock
+) -> tuple[Engine, float]:
+    """Answer the requests of a cell with a fresh engine, and the seconds of that. Loading, with its profile, is apart."""
     num_tokens = TOKENS[batch]
     target = _PricedMock(price)
     draft = _Guesser(price, acceptance, num_tokens)
-    engine = Engine.load(target, draft=draft, max_batch=batch, clock=clock)
+    engine = Engine.load(target, draft=draft, width=width, max_batch=batch, clock=clock, threaded=False)
+    started = clock.now()
     greedy = SamplingParams(temperature=0.0)
     engine.generate(
         [
-            Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=num_tokens, width=width)
+            Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=num_tokens)
             for index in range(batch)
         ]
     )
-    return engine
+    return engine, clock.now() - started
 
 
 class _PricedMock(MockBackend):

@@ -72,10 +72,18 @@ class Profiler:
 
     def measure(self) -> CostModel:
         costs = self._engine.loop.controller.costs
+        costs.trusts_new = True
+        try:
+            self._measure(costs)
+        finally:
+            costs.trusts_new = False
+        return costs
+
+    def _measure(self, costs: CostModel) -> None:
         self._rows_s(1)  # weights come into memory, kernels are built: not counted
         if self._target.info.prelaunch:
             self._warm_up()
-            return costs
+            return
         began, one_row_s = self._clock.now(), self._rows_s(1)
         deadline = began + max(SECONDS, PASSES * one_row_s)
         costs.curve.move(1, min(one_row_s, self._rows_s(1)), 1.0)
@@ -88,7 +96,6 @@ class Profiler:
             if rows >= self._target.info.context or self._clock.now() + expected_s > deadline:
                 continue
             costs.curve.move(rows, self._rows_s(rows) / costs.scale, 1.0)
-        return costs
 
     def _rounds(self, drafter: Drafter) -> None:
         """Two rounds of a dummy request: one reads the prompt, one drafts."""

@@ -14,6 +14,7 @@ from outrider.draft.base import DrafterInfo
 DEPTH = 16  # positions that are told apart
 POOL_DECAY = 0.995
 OWN_DECAY = 0.97
+ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
 FIRST_GUESS = 0.75  # acceptance of a drafter of which nothing is known
 POOL_STRENGTH = 4.0  # verified tokens that a guess for the pool counts for
 PRIOR_STRENGTH = 40.0  # the same, where the drafter brings a measured prior
@@ -32,12 +33,15 @@ class Beta:
         self.kept, self.rejected = kept, rejected
 
     def add(self, is_kept: bool, decay: float) -> None:
-        self.kept *= decay
-        self.rejected *= decay
+        self.fade(decay)
         if is_kept:
             self.kept += 1.0
         else:
             self.rejected += 1.0
+
+    def fade(self, share: float) -> None:
+        self.kept *= share
+        self.rejected *= share
 
     def mean(self, prior: float, strength: float) -> float:
         return (self.kept + prior * strength) / (self.kept + self.rejected + strength)
@@ -70,6 +74,8 @@ class Acceptance:
     def __init__(self, drafters: Iterable[DrafterInfo]) -> None:
         self._priors = {info.name: _conditional(info.prior) for info in drafters}
         self._pools: dict[tuple[str, int], Positions] = {}
+        self._num_verified: dict[str, int] = {}
+        self._aged: dict[str, int] = {}  # drafter -> the round in which its evidence was last aged
         self._own: dict[int, dict[tuple[str, int], Positions]] = {}  # by job id
 
     def reach(self, job_id: int, drafter: str, width: int, *, alone: bool, matched: int | None = None) -> list[float]:
@@ -92,13 +98,22 @@ class Acceptance:
     def add(self, job_id: int, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:
         """A chain of `drafted` tokens was verified."""
         key = (drafter, _match_class(matched))
+        self._num_verified[drafter] = self._num_verified.get(drafter, 0) + 1
         self._pools.setdefault(key, Positions()).add(accepted, drafted, POOL_DECAY)
         self._own.setdefault(job_id, {}).setdefault(key, Positions()).add(accepted, drafted, OWN_DECAY)
 
-    def num_verified(self, drafter: str) -> float:
-        """First tokens of chains that were verified, decayed."""
-        pool = self._pools.get((drafter, _match_class(None)))
-        return 0.0 if pool is None else pool.betas[0].kept + pool.betas[0].rejected
+    def num_verified(self, drafter: str) -> int:
+        """Chains of the drafter that were verified so far."""
+        return self._num_verified.get(drafter, 0)
+
+    def age(self, drafter: str, now: int) -> None:
+        """Old evidence counts for less. now: rounds so far; those since the last call are what has passed."""
+        key = (drafter, _match_class(None))
+        passed = now - self._aged.get(drafter, now)
+        self._aged[drafter] = now
+        for positions in [self._pools.get(key), *[own.get(key) for own in self._own.values()]]:
+            for beta in positions.betas if positions is not None else ():
+                beta.fade(ROUND_DECAY**passed)
 
     def forget(self, job_id: int) -> None:
         self._own.pop(job_id, None)

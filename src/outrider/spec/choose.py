@@ -33,6 +33,13 @@ class Choice(NamedTuple):
     tokens: float
     seconds: float
 
+    def gain(self, other: Choice, token_s: float | None) -> float:
+        """How many times better than another choice it is."""
+        if token_s is None:
+            return self.tokens / self.seconds * other.seconds / other.tokens
+        ours, theirs = (one.tokens * token_s / one.seconds for one in (self, other))
+        return ours / theirs
+
 
 def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
     """Widths for each request on its own.
@@ -69,8 +76,10 @@ def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: flo
     return Choice(widths, *result)
 
 
-def choose_uniform(candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int]) -> Choice:
-    """One width of a few for all requests; each keeps to its own room within it."""
+def choose_uniform(
+    candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int], token_s: float | None = None
+) -> Choice:
+    """One width of a few for all requests; each keeps to its own room within it. token_s: as for `choose_pairs`."""
     best = Choice({}, setting.tokens, setting.seconds(0, ()))
     for width in widths:
         reaches = [candidate.reach[:width] for candidate in candidates]
@@ -79,7 +88,7 @@ def choose_uniform(candidates: Sequence[Candidate], setting: Setting, widths: Se
             break
         tokens = setting.tokens + sum([sum(reach) for reach in reaches])
         seconds = setting.seconds(sum(steps), steps)
-        if tokens / seconds > best.tokens / best.seconds:
+        if _objective(tokens, seconds, token_s) > _objective(best.tokens, best.seconds, token_s):
             chosen = {
                 candidate.index: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
             }

@@ -25,6 +25,7 @@ GAIN = 1.03  # what a change must bring
 CREDIT_SHARE = 0.008  # of the time may be lost by probes
 CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
+ENOUGH = 16  # verified chains of a drafter, before a decision to draft stands for more than a round
 REPAY = 1.5  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
@@ -147,13 +148,18 @@ class WidthController:
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
+            if any(self.acceptance.num_verified(name) < ENOUGH for name in free.values()):
+                self._left = 1  # little is known: look again at once
         else:
             self._probe(batch, free, candidates)
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
+        """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
+        uniform = choose_uniform(candidates, setting, WIDTHS, token_s)
         if self._uniform:
-            return choose_uniform(candidates, setting, WIDTHS)
-        return choose_pairs(candidates, setting, token_s)
+            return uniform
+        pairs = choose_pairs(candidates, setting, token_s)
+        return pairs if pairs.gain(uniform, token_s) > GAIN else uniform
 
     def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str]) -> Setting:
         costs, context, names = self.costs, self._context, set(free.values())
@@ -202,10 +208,11 @@ class WidthController:
         index = min(free, key=lambda index: self._entry_s(batch.decode[index], free[index]))
         job, name = batch.decode[index], free[index]
         loss = setting.seconds(1, (1,)) - now_s + self._entry_s(job, name)
-        is_first = self.acceptance.num_verified(name) < 2.0 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
+        is_first = self.acceptance.num_verified(name) < 2 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
         if loss <= self._credit or is_first:
             self._credit = max(0.0, self._credit - loss)
             self._widths, self._reason, self._left = {job.id: 1}, PROBE, 1
+            self.acceptance.age(name, self.costs.num_rounds)
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each lookup proposal to verify. The rest is looked at when the target's tokens are known."""

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
+LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -46,6 +47,7 @@ class Curve:
 
     def move(self, rows: int, seconds: float, share: float) -> None:
         """Move the point at `rows` by a share of the way; a new one is set."""
+        seconds = max(seconds, LEAST_S)
         if rows in self.points:
             self.points[rows] += share * (seconds - self.points[rows])
         else:
@@ -86,6 +88,8 @@ class CostModel:
         self.scale = 1.0
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
+        self._first: dict[int, float] = {}  # rows -> seconds of the first round that fed so many
+        self.trusts_new = False  # whether one round settles a new point, as in a profile
         self._by_context = Slope(spread=64.0)
         self._by_request = Slope(spread=1.0)
 
@@ -121,19 +125,23 @@ class CostModel:
     def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
         """A round took so long, beside its drafts."""
         self.num_rounds += 1
+        seconds = max(seconds, LEAST_S)
         if not self.is_known:
             self.curve.move(rows, seconds, 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
         expected = self.scale * self.curve(rows) + slopes
         seconds = min(seconds, OUTLIER * expected)
-        self._by_context.add(context, seconds - self.scale * self.curve(rows))
-        self._by_request.add(requests, seconds - self.scale * self.curve(rows) - self._by_context.value * context)
+        # Compared with the first round of as many rows, not with the curve: that is moving, as the context is.
+        change = seconds - self._first.setdefault(rows, seconds)
+        self._by_context.add(context, change)
+        self._by_request.add(requests, change - self._by_context.value * context)
         own = max(seconds - slopes, 0.1 * seconds) / self.scale
         if rows in self.curve.points:
             self.scale *= 1.0 + FOLLOW * (own / self.curve(rows) - 1.0)
             self.curve.move(rows, own, FOLLOW)
         else:  # between known points: one round is no proof
-            self.curve.move(rows, self.curve(rows) + 0.5 * (own - self.curve(rows)), 1.0)
+            share = 1.0 if self.trusts_new else 0.5
+            self.curve.move(rows, self.curve(rows) + share * (own - self.curve(rows)), 1.0)
         self._seen[rows] = self.num_rounds
 
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:

@@ -54,11 +54,11 @@ class Router:
         self.seconds = {}
         fallbacks: list[tuple[Job, str]] = []
         faults: dict[int, DraftError] = {}
-        pending = {
-            index: self._ready(index, batch.decode[index], wanted, fallbacks, faults)
-            for index, wanted in enumerate(asks)
-            if wanted
-        }
+        pending: dict[int, Asks] = {}
+        for index, (job, wanted) in enumerate(zip(batch.decode, asks, strict=True)):
+            job.wanted = tuple([ask.drafter for ask in wanted])
+            if wanted:
+                pending[index] = self._ready(index, job, wanted, fallbacks, faults)
         parts: list[Part] = []
         while pending := {index: wanted for index, wanted in pending.items() if wanted}:
             for name in self.drafters:
@@ -80,7 +80,6 @@ class Router:
         self, index: int, job: Job, asks: Asks, fallbacks: list[tuple[Job, str]], faults: dict[int, DraftError]
     ) -> Asks:
         """The asks whose drafters have read enough of the job."""
-        job.wanted = tuple([ask.drafter for ask in asks])
         ready = []
         for ask in asks:
             try:
