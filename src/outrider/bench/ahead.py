@@ -10,6 +10,7 @@ from typing import Literal
 
 from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig
+from outrider.draft.run_ahead import Overlap, RunAheadDrafter
 from outrider.engine.engine import Engine
 
 PASS_S, WIDTH, NUM_TOKENS = 0.020, 4, 240
@@ -47,9 +48,9 @@ def _mock(step_s: float, drift: float, num_tokens: int) -> Reading:
             started = time.perf_counter()
             answers.append(engine.generate([1, 2, 3], max_tokens=num_tokens, temperature=0.0))
             seconds.append(time.perf_counter() - started)
-            ahead = engine.loop.ahead
-    assert ahead is not None
-    rounds, overlap = answers[1].statistics.rounds, ahead.overlap
+            overlap = _overlap(engine)
+    assert overlap is not None, "the last one ran ahead"
+    rounds = answers[1].statistics.rounds
     in_order_s = rounds * (PASS_S + WIDTH * step_s)
     # Of rounds with a fresh proposal only the target's pass is left; the last guess may take longer than the pass
     longest = max(PASS_S, (WIDTH + 1) * step_s)
@@ -58,6 +59,12 @@ def _mock(step_s: float, drift: float, num_tokens: int) -> Reading:
     name = f"mock: pass {PASS_S * 1e3:g} ms, draft step {step_s * 1e3:g} ms, drift {drift:g}"
     gain, same = seconds[0] / seconds[1], answers[0].token_ids == answers[1].token_ids
     return Reading(name, gain, gain, gain, in_order_s / expected_s, share, same)
+
+
+def _overlap(engine: Engine) -> Overlap | None:
+    """What the engine's drafter did beside passes; None where it drafts in order."""
+    (drafter,) = engine.loop.router.drafters.values()
+    return drafter.overlap if isinstance(drafter, RunAheadDrafter) else None
 
 
 ORDERS: dict[str, bool | Literal["always"]] = {"in order": False, "always ahead": "always", "ahead where it pays": True}
@@ -85,8 +92,8 @@ def pair_readings(
             if repeat:
                 seconds[name].append(time.perf_counter() - started)
     for name, engine in engines.items():
-        if engine.loop.ahead is not None:
-            overlap = engine.loop.ahead.overlap
+        overlap = _overlap(engine)
+        if overlap is not None:
             share = overlap.fresh / max(1, overlap.fresh + overlap.stale)
             gains = [base / own for base, own in zip(seconds["in order"], seconds[name], strict=True)]
             same = answers[name] == answers["in order"]

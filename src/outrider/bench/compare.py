@@ -87,6 +87,7 @@ class Comparison:
             device="cpu" if settings.peers and not _is_mock(settings.model) else "auto",
             threads=settings.threads,
             max_batch=max(64, settings.batch),
+            threaded=False,
         )
         try:
             tasks, notes = tasks_of(engine, work, settings)

@@ -18,6 +18,7 @@ import numpy as np
 
 from outrider.backends.cuda import novelty
 from outrider.bench.gpu import Line, median
+from outrider.draft.run_ahead import RunAheadDrafter
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.models.random_file import PREFIX
@@ -94,11 +95,13 @@ def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead
         prefill_chunk=PREFILL,
         max_width=MOST,
         run_ahead=run_ahead,
+        threaded=False,
     )
 
 
 def drafter_of(engine: Engine) -> SyntheticDrafter:
     drafter = engine.loop.router.drafters["synthetic"]
+    drafter = drafter.inner if isinstance(drafter, RunAheadDrafter) else drafter
     assert isinstance(drafter, SyntheticDrafter), "it was loaded with one"
     return drafter
 

@@ -18,7 +18,7 @@ from outrider.config import SuffixConfig
 from outrider.draft.certain import LookupDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
-from outrider.types import Job, Plan, Request, SamplingParams, Scores, Verdicts
+from outrider.types import Batch, Job, Request, SamplingParams, Scores, Verdicts
 
 CONTEXT = 8_000
 PAST = 1_000_000
@@ -100,10 +100,10 @@ def _job(tokens: list[int]) -> Job:
 
 def _read(drafter: LookupDrafter, job: Job) -> float:
     """Microseconds to index a whole text, in portions as it comes."""
-    plan = Plan([job], [0], [], [])
+    batch = Batch([job], [0], [], [])
     started = time.thread_time()
     while job.id not in drafter.lookups or drafter.lookups[job.id].missing(job.tokens):
-        drafter.observe(plan, Scores([], None), Verdicts(None, None))
+        drafter.observe(batch, Scores([], None), Verdicts(None, None))
     return (time.thread_time() - started) * 1e6
 
 
@@ -111,14 +111,14 @@ def _rounds(
     drafter: LookupDrafter, job: Job, text: list[int], width: int, tree: bool
 ) -> tuple[list[float], list[float]]:
     """Microseconds of every `propose` and `observe` while the job goes on with `text`."""
-    plan = Plan([], [], [job], [()])
+    batch = Batch([], [], [job], [0])
     proposing, observing = [], []
     for start in range(0, len(text), NEW):
         before = time.thread_time()
         drafter.propose([job], [width], [tree])
         between = time.thread_time()
         job.tokens += text[start : start + NEW]
-        drafter.observe(plan, Scores([], None), Verdicts(None, None))
+        drafter.observe(batch, Scores([], None), Verdicts(None, None))
         proposing.append((between - before) * 1e6)
         observing.append((time.thread_time() - between) * 1e6)
     return proposing, observing

@@ -1,6 +1,7 @@
 """What the engine itself costs: time per emitted token on a mock whose passes are nearly free.
 
-The mock's own time (hashing contexts, gathering rows) is measured and taken off; wall time is reported beside it.
+The mock's own time (hashing contexts, gathering rows) is measured and taken off; wall time is reported beside it. The
+engine is driven without its thread; what that adds to each event of a stream is a line of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_token
     config = MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts)
     target = _TimedMock(config)
     draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3))
-    engine = Engine.load(target, draft=draft, width=width, max_batch=batch)
+    engine = Engine.load(target, draft=draft, width=width, max_batch=batch, threaded=False)
     engine_us, wall_us = [], []
     for repeat in range(repeats + 1):
         sampling = SamplingParams(seed=repeat, **RULES[rule])
@@ -74,6 +75,30 @@ def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_token
     name = f"{rule} {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
     per_round = engine.statistics.tokens_per_round
     return Reading(name, median(engine_us), min(engine_us), max(engine_us), median(wall_us), per_round)
+
+
+def thread_time(*, num_tokens: int, repeats: int) -> Reading:
+    """What the engine's thread adds to each event of a stream: the same answer with and without it, in turn."""
+    target = MockBackend(MockConfig(vocab_size=32, seed=7, num_contexts=4099))
+    engines = [Engine.load(target, draft="none", threaded=threaded) for threaded in (False, True)]
+    added_us, wall_us = [], []
+    for repeat in range(repeats + 1):
+        direct, threaded = [_per_event(engine, num_tokens) for engine in engines]
+        if repeat:  # the first one warms up
+            added_us.append(threaded - direct)
+            wall_us.append(threaded)
+    for engine in engines:
+        engine.close()
+    name = "the engine's thread, per event of a stream"
+    return Reading(name, median(added_us), min(added_us), max(added_us), median(wall_us))
+
+
+def _per_event(engine: Engine, num_tokens: int) -> float:
+    """Microseconds of each event of a plain, greedy stream."""
+    started = time.perf_counter()
+    for _ in engine.stream([1], max_tokens=num_tokens, temperature=0.0):
+        pass
+    return (time.perf_counter() - started) * 1e6 / num_tokens
 
 
 def noise_time(vocab_size: int, repeats: int) -> Reading:
@@ -104,6 +129,7 @@ def readings(*, quick: bool = False) -> Iterator[Reading]:
                         num_tokens=max(2, num_tokens // 4) if quick else num_tokens,
                         repeats=repeats,
                     )
+    yield thread_time(num_tokens=400 if quick else 2000, repeats=repeats)
 
 
 def _per_call(function: Callable[[], object], calls: int) -> float:

@@ -165,7 +165,7 @@ def replay(calls: Sequence[Call], policy: str | Policy, setting: Setting, *, pat
             # The pass that ran meanwhile delays its start, not its deadline.
             deadline_s = None if patient else max(0.0, call.due - clock.now())
             stream = engine.stream(_request(call, deadline_s))
-            streams[stream.request_id] = number, stream, engine.loop.jobs[stream.request_id]
+            streams[stream.request_id] = number, stream, engine.loop.jobs["", stream.request_id]
         for event in engine.step():
             if event.result is not None:
                 number, _, job = streams.pop(event.request_id)
@@ -248,7 +248,7 @@ def _engine(policy: str | Policy, setting: Setting, clock: VirtualClock) -> Engi
         max_batch=setting.max_batch, prefill_chunk=setting.prefill_chunk, policy=policy, preempt=setting.preempt
     )
     target = PagedMock(mock, Pages(setting.num_pages, setting.page_size), clock=clock)
-    return Engine(target, scheduling=scheduling, clock=clock)
+    return Engine(target, scheduling=scheduling, clock=clock, threaded=False)
 
 
 def _request(call: Call, deadline_s: float | None) -> Request:

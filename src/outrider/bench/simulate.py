@@ -25,6 +25,7 @@ from outrider.bench import kernels
 from outrider.bench.work import OWN, Work
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
+from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import NoDrafter, certain
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
@@ -99,7 +100,7 @@ def _run(case: Case, width: int | None) -> tuple[float, Engine]:
     clock = VirtualClock()
     target = _Priced(case.costs, clock)
     drafter = _Prophet(target, case, clock)
-    engine = Engine.load(target, draft=drafter, max_batch=case.batch, clock=clock)
+    engine = Engine.load(target, draft=drafter, max_batch=case.batch, clock=clock, threaded=False)
     greedy = SamplingParams(temperature=0.0)
     requests = [
         Request(prompt=[index % MODEL.vocab_size], sampling=greedy, max_tokens=case.num_tokens, width=width)
@@ -125,7 +126,7 @@ class _Priced(MockBackend):
 class _Prophet(NoDrafter):
     """Knows what comes, and is wrong as often as the case says."""
 
-    name = "prophet"
+    info = DrafterInfo(name="prophet")
 
     def __init__(self, target: _Priced, case: Case, clock: VirtualClock) -> None:
         self._following, self._case, self._time = target.following, case, clock
@@ -210,7 +211,7 @@ def measured(
     if not settings:
         raise ConfigError("name at least one draft and width to compare", param="draft")
     drafts = ",".join(dict.fromkeys(setting.draft for setting in settings))
-    engine = Engine.load(model, draft=drafts, threads=threads)
+    engine = Engine.load(model, draft=drafts, threads=threads, threaded=False)
     prompts = [engine.encode(prompt)[:256] for some in (work or OWN).values() for prompt in some[:1]][:num_prompts]
     names = dict(zip(drafts.split(","), engine.methods[1:], strict=True))
     tenants = (f"run-{number}" for number in itertools.count())
