@@ -89,9 +89,10 @@ def answer_once(
         raise typer.Exit(130)
 
 
-def load(loading: Mapping[str, Any]) -> Engine:
+def load(loading: Mapping[str, Any], *, threaded: bool = False) -> Engine:
+    """Without a thread, reading an answer drives it: what was read is all there is, and can be saved."""
     options = dict(loading)
-    return Engine.load(options.pop("target"), **options)
+    return Engine.load(options.pop("target"), threaded=threaded, **options)
 
 
 def ask(

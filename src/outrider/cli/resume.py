@@ -57,8 +57,7 @@ def resume_file(path: Path, model: str | None, draft: str | None, *, as_json: bo
     engine = load({**(loading or {}), **{name: value for name, value in given.items() if value is not None}})
     load_s = time.perf_counter() - started
     streams = engine.resume(taken)
-    texts = [engine.loop.jobs[stream.request_id].text for stream in streams]
-    beginnings = ["" if text is None else text.text for text in texts]  # before one answer moves the others along
+    beginnings = [stream.text for stream in streams]  # before one answer moves the others along
     answers = [
         _go_on(engine, stream, beginning, load_s, as_json=as_json)
         for stream, beginning in zip(streams, beginnings, strict=True)

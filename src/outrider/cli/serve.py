@@ -44,7 +44,7 @@ def serve_model(
     where = Place(**place)
     if not api_keys and where.host not in LOCAL:
         typer.secho(f"anybody who reaches {where.host} may ask: --api-key closes it", fg="yellow", err=True)
-    engine = load({**loading, "scheduling": scheduling})
+    engine = load({**loading, "scheduling": scheduling}, threaded=True)
 
     def announce(url: str) -> None:
         drafts = "" if engine.method == "none" else f", drafts by {engine.method}"
