@@ -1,7 +1,7 @@
-"""Plug in your own model: everything a backend needs, on a bigram model small enough to read.
+"""Plug in your own model: the five methods a backend must have, on a bigram model small enough to read.
 
 Run it with `.venv/bin/python examples/own_model.py`. A real model replaces `self.table` and keeps keys and values
-instead of token lists.
+instead of token lists. The other methods of `Backend` have working defaults.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider import Engine
-from outrider.backends.base import ModelInfo, Paths, Spans, State
+from outrider.backends.base import Backend, ModelInfo, Spans
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Scores, Slot
 
 
-class Bigram:
+class Bigram(Backend):
     """The next token depends on the last one: row t of `table` holds the logits after token t."""
 
     def __init__(self, table: np.ndarray) -> None:
@@ -45,31 +45,11 @@ class Bigram:
             rows += self.slots[slot][len(self.slots[slot]) - wanted :]
         return Scores(spans.rows, self.table[rows])
 
-    def keep(self, slots: Sequence[Slot], lengths: Sequence[int], paths: Paths | None = None) -> None:
-        for slot, length in zip(slots, lengths, strict=True):
-            self.rewind(slot, length)
-
-    def publish(self, slot: Slot, tokens: Sequence[int]) -> None:
-        """Nothing is shared between sequences."""
-
     def rewind(self, slot: Slot, length: int) -> None:
         del self.slots[slot][length:]
 
-    def fork(self, slot: Slot) -> Slot:
-        other = self.open()
-        self.slots[other] = list(self.slots[slot])
-        return other
-
     def close(self, slot: Slot) -> None:
         del self.slots[slot]
-
-    def save(self, slot: Slot) -> State:
-        return {"tokens": list(self.slots[slot])}
-
-    def load(self, state: State) -> Slot:
-        slot = self.open()
-        self.slots[slot] = list(state["tokens"])
-        return slot
 
 
 def main() -> None:
