@@ -85,7 +85,7 @@ class EagleTrainer:
         self.net = EagleNet(head_spec(spec), len(self.layers)).to(self.device)
         self.optimizer = Optimizer(self.net)
         self.update = 0
-        self.made_for = {"name": target.info.name, "fingerprint": getattr(target, "fingerprint", None)}
+        self.made_for = {"name": target.info.name, "fingerprint": target.fingerprint}
         if (folder / CHECKPOINT).exists():
             self._resume(folder / CHECKPOINT)
         elif settings.start is not None:
@@ -288,8 +288,7 @@ def check_beginning(engine: Engine, settings: TrainSettings, folder: Path) -> No
     target: Any = engine.loop.target
     if Path(settings.start).resolve() == folder.resolve():
         raise ConfigError(f"{folder} cannot be begun with itself; choose another --out", param="start")
-    fingerprint = getattr(target, "fingerprint", None)
-    check_start(Path(settings.start), fingerprint, target.spec.num_layers, layers_of(engine))
+    check_start(Path(settings.start), target.fingerprint, target.spec.num_layers, layers_of(engine))
 
 
 def most_said(texts: Texts, count: int | None, num_columns: int) -> list[int] | None:
