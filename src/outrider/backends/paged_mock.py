@@ -66,7 +66,7 @@ class PagedMock(MockBackend):
         self.store = TokenStore(self.pages)
         self.number = self.pages.add_store(self.store)
         room = self.pages.num_pages * self.pages.page_size
-        self.info = replace(self.info, context=min(self.info.context, room))
+        self.info = replace(self.info, context=min(self.info.context, room), pages=True)
 
     def cached(self, slot: Slot) -> list[int]:
         """From the pages themselves."""
