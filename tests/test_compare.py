@@ -265,9 +265,9 @@ def test_together_and_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
     open_streams = Engine.open_streams
 
-    def spy(engine: Engine, requests: Sequence[Request]) -> Any:
-        asked.extend(requests)
-        return open_streams(engine, requests)
+    def spy(engine: Engine, requests: Sequence[Request], **settings: Any) -> Any:
+        asked.extend(request for request in requests if isinstance(request, Request))
+        return open_streams(engine, requests, **settings)
 
     monkeypatch.setattr(Engine, "open_streams", spy)
     settings = CompareSettings(

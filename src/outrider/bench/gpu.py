@@ -89,7 +89,8 @@ def readings(model: str, device: str, quick: bool) -> Iterator[Line]:
     copied, multiplied = copy_rate(device), matrix_rate(device)
     yield Line("copy of memory", copied / 1e12, "TB/s")
     yield Line("matrix product of 8192", multiplied / 1e12, "TFLOP/s")
-    engine = Engine.load(model, draft="ngram", device=device, cache_tokens=CONTEXTS[-1] + PROMPT, max_batch=8)
+    room = CONTEXTS[-1] + PROMPT
+    engine = Engine.load(model, draft="ngram", device=device, cache_tokens=room, max_batch=8, threaded=False)
     target: Any = engine.loop.target
     assert isinstance(target, GpuBackend), "a transformer on a GPU with Triton"
     yield from _passes(target, copied, repeats)

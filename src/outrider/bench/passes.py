@@ -308,7 +308,7 @@ def compare(settings: PassSettings, tell: Tell = lambda _: None) -> Report:
         raise ConfigError("a mock has no passes worth timing; name a real model", param="model")
     threads, load = settings.threads or num_cores(), _load_average()
     tell(f"loading {settings.model}")
-    engine = Engine.load(settings.model, draft="none", device="cpu", threads=threads)
+    engine = Engine.load(settings.model, draft="none", device="cpu", threads=threads, threaded=False)
     processes: list[PeerProcess] = []
     try:
         tasks = tasks_of(engine.info.vocab_size, engine.context)

@@ -38,7 +38,7 @@ class Reading:
 def readings(model: str, *, quick: bool = False, threads: int | None = None) -> Iterator[Reading]:
     """Speeds in tokens per second, then the ratios of each repeat."""
     threads = threads or num_cores()
-    engine = Engine.load(model, draft="none", threads=threads, device="cpu")
+    engine = Engine.load(model, draft="none", threads=threads, device="cpu", threaded=False)
     target = engine.loop.target
     prompt = engine.encode(PROMPT)
     num_tokens, repeats = (16, 2) if quick else (64, 7)
