@@ -40,7 +40,8 @@ def train(
     loading: dict[str, Any] = {"draft": "none", "device": device, "backend": "torch", "scheduling": SCHEDULING}
     # half of those who answer at once may be as long as can be: most are shorter, and others wait
     room = max(2 * settings.tokens, SCHEDULING.max_batch // 2 * (settings.length + settings.max_tokens))
-    with Engine.load(settings.model, cache_tokens=room, **loading) as engine:
+    # without a thread: training makes passes of the target itself
+    with Engine.load(settings.model, cache_tokens=room, threaded=False, **loading) as engine:
         layers_of(engine)  # says so now where no head can sit, not after an hour of answers
         check_beginning(engine, settings, folder)  # the same
         texts = gather(engine, settings, folder, say)
