@@ -17,6 +17,7 @@ import pytest
 
 from outrider.config import SchedulerConfig
 from outrider.engine.engine import Engine
+from outrider.errors import ConfigError
 from outrider.server import sse
 from outrider.server.answers import trace
 from outrider.server.app import create_app
@@ -722,6 +723,57 @@ def test_an_error_in_a_stream_is_its_last_word(monkeypatch: pytest.MonkeyPatch) 
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
         assert last["error"]["code"] == "backend_error" and last["error"]["type"] == "server_error"
         assert server.refusal(TEXT, GOOD_TEXT, 500)["code"] == "backend_error"
+
+
+# The engine's thread
+
+
+def test_a_server_needs_the_engines_thread() -> None:
+    with Engine.load("mock", threaded=False) as engine, pytest.raises(ConfigError, match="threaded"):
+        Worker(engine)
+
+
+def test_one_call_wakes_all_readers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(model="mock-cost") as server:
+        calls: list[int] = []
+        call_soon = server.worker._call_soon
+
+        def count(function: Any, tickets: list[Any]) -> None:
+            calls.append(len(tickets))
+            call_soon(function, tickets)
+
+        monkeypatch.setattr(server.worker, "_call_soon", count)
+        server.ask(TEXT, prompt="a", n=8, max_tokens=30, ignore_eos=True)
+        assert is_idle(server)
+        assert len(calls) <= server.worker.engine.statistics.passes and max(calls) >= 8
+
+
+def test_after_a_pause_readers_get_an_error_and_nothing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(model="mock-cost") as server:
+        worker = server.worker
+        open_streams = worker.engine.open_streams
+
+        def open_slowly(requests: Any) -> Any:
+            if len(requests[0].prompt) > 100:
+                time.sleep(0.2)  # as long prompts take to be checked
+            return open_streams(requests)
+
+        monkeypatch.setattr(worker.engine, "open_streams", open_slowly)
+
+        async def go_down() -> list[httpx.Response]:
+            bodies = [LONG, {**LONG, "prompt": "a" * 3000, "max_tokens": 1000}]
+            asking = [asyncio.create_task(server.client.post(TEXT, json=body)) for body in bodies]
+            while not (worker._opening and worker.engine.num_requests):
+                await asyncio.sleep(0.001)
+            await worker.pause()
+            passes = worker.engine.statistics.passes
+            worker.suspend()
+            responses = [await task for task in asking]
+            assert worker.engine.statistics.passes == passes
+            return responses
+
+        for response in server.do(go_down()):
+            assert response.status_code == 503 and "ask again" in response.json()["error"]["message"]
 
 
 # The small paths
