@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.backends.mock import MockBackend
-from outrider.bench import kernels, passes, passes_peer, simulate, tune
+from outrider.bench import ahead, kernels, lookups, overhead, passes, passes_peer, simulate, tune
 from outrider.cli import settings_file
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
@@ -160,6 +160,20 @@ def test_passes_of_a_model_on_the_command_line(tmp_path: Path) -> None:
     done = outrider(*arguments, *peers, patience_s=600.0)
     assert done.returncode == 0 and "a pass takes at least" in done.stdout, done.stderr
     assert {row["kind"] for row in json.loads(out.read_text())["rows"]} == {"pass", "prefill", "decode", "together"}
+
+
+def test_what_parts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = overhead.engine_time("greedy", width=2, batch=2, vocab_size=32, num_tokens=8, repeats=1)
+    assert 0 < own.median_us <= own.wall_us and own.tokens_per_round > 1
+    thread = overhead.thread_time(num_tokens=20, repeats=1)
+    assert thread.wall_us > 0 and "thread" in thread.name
+    monkeypatch.setattr(ahead, "DRIFTS", (0.0,))
+    (reading,) = ahead.mock_readings(quick=True)
+    assert reading.same and reading.fresh > 0.9
+    monkeypatch.setattr(lookups, "PAST", 80_000)
+    monkeypatch.setattr(lookups, "CONTEXT", 800)
+    found = list(lookups.readings(quick=True))
+    assert len(found) == 12 and all(one.median > 0 for one in found)
 
 
 def test_kernels_and_simulate_on_the_command_line() -> None:

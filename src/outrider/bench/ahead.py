@@ -63,8 +63,8 @@ def _mock(step_s: float, drift: float, num_tokens: int) -> Reading:
 
 def _overlap(engine: Engine) -> Overlap | None:
     """What the engine's drafter did beside passes; None where it drafts in order."""
-    (drafter,) = engine.loop.router.drafters.values()
-    return drafter.overlap if isinstance(drafter, RunAheadDrafter) else None
+    drafters = engine.loop.router.drafters.values()
+    return next((drafter.overlap for drafter in drafters if isinstance(drafter, RunAheadDrafter)), None)
 
 
 ORDERS: dict[str, bool | Literal["always"]] = {"in order": False, "always ahead": "always", "ahead where it pays": True}
