@@ -15,6 +15,7 @@ import pytest
 from outrider.backends.mock import MockBackend
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
+from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import NoDrafter, ScriptedDrafter
 from outrider.engine.engine import Engine
 from outrider.types import Drafts, Job, OnToken, Request, SamplingParams
@@ -84,7 +85,7 @@ def random_shape(context: tuple[int, ...], width: int, vocab: int, drawn: float)
 class TreeDrafter(NoDrafter):
     """Trees of tokens that are certain: what `random_shape` says."""
 
-    name = "trees"
+    info = DrafterInfo(name="trees")
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self._vocab = vocab
@@ -108,7 +109,7 @@ class MixedDrafter(NoDrafter):
     tokens; rows may have zeros. The draws are those of a generator of its own, which the judge knows nothing of.
     """
 
-    name = "mixed"
+    info = DrafterInfo(name="mixed")
 
     def __init__(self, vocab: int = VOCAB, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)
@@ -222,6 +223,7 @@ class Case:
             max_batch=self.max_batch,
             prefill_chunk=self.prefill_chunk,
             clock=clock,
+            threaded=False,
         )
 
     def requests(self, count: int, seed: int = 5) -> list[Request]:

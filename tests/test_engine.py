@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,11 @@ import pytest
 import outrider
 from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend, mock_tokenizer
-from outrider.config import MockConfig
+from outrider.config import MockConfig, SchedulerConfig
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.errors import BackendError, DraftError, RequestError, TokenRangeError, VocabularyError
+from outrider.errors import BackendError, DraftError, OutriderError, RequestError, TokenRangeError, VocabularyError
 from outrider.types import FinishReason, Job, Request, Scores, Slot
 
 from conftest import drafter_of
@@ -88,7 +90,7 @@ def test_events_tell_where_tokens_came_from() -> None:
 
 
 def test_streams_side_by_side_share_passes() -> None:
-    engine = load()
+    engine = load(threaded=False)
     alone = [engine.generate([b, 1], seed=b, max_tokens=20).token_ids for b in range(3)]
     engine.loop.target.num_passes = 0
     streams = [engine.stream([b, 1], seed=b, max_tokens=20) for b in range(3)]
@@ -146,16 +148,18 @@ def test_cancelling_the_task_of_an_async_stream_frees_everything() -> None:
     nothing_left(engine, within_s=1.0)
 
 
-def test_leaving_a_stream_frees_everything() -> None:
-    engine = load()
+@pytest.mark.parametrize("threaded", [True, False])
+def test_leaving_a_stream_frees_everything(threaded: bool) -> None:
+    engine = load(replace(CONFIG, seconds_per_pass=0.005), threaded=threaded)
     with engine.stream(" the", seed=1) as stream:
         next(stream)
     nothing_left(engine)
     stream = engine.stream(" the", seed=1)
     next(stream)
     del stream
-    engine.step()
-    nothing_left(engine)
+    if not threaded:
+        engine.step()
+    nothing_left(engine, within_s=1.0)
 
 
 @pytest.mark.parametrize("how", ["engine", "stream"])
@@ -299,7 +303,7 @@ def test_any_chunking_of_the_prompt(chunk: int, draft: Any, rule: str) -> None:
 
 def test_the_draft_reads_a_token_once() -> None:
     """R14: after a round it reads at most accepted + 1 new tokens, never the history."""
-    engine = load(width=4)
+    engine = load(width=4, threaded=False)
     draft, fed = drafter_of(engine).backend, []
     events = engine.stream(list(range(20)), seed=5, max_tokens=60)
     accepted = []
@@ -332,7 +336,11 @@ def test_the_draft_catches_up_in_chunks() -> None:
 @pytest.mark.parametrize(
     ("target", "draft", "reason"),
     [
-        (replace(CONFIG, max_rewind=0), DRAFT, "the target cannot rewind: one draft a round, judged before it is fed"),
+        (
+            replace(CONFIG, max_rewind=0),
+            DRAFT,
+            "the target cannot rewind: one draft a round, verified before it is fed",
+        ),
         (replace(CONFIG, max_rewind=2), DRAFT, "the target can rewind only 2 tokens"),
         (CONFIG, replace(DRAFT, max_rewind=0), "the draft can rewind only 0 tokens"),
         (CONFIG, replace(DRAFT, context=10), "the answer is past the draft's context of 10 tokens"),
@@ -403,7 +411,7 @@ class Faulty(MockBackend):
 
     broken = ""
 
-    def score(self, spans: Spans) -> Scores:
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         scores = super().score(spans)
         if self.broken == "nan":
             scores.logits = scores.logits.copy()
@@ -498,21 +506,52 @@ def test_drafts_of_the_wrong_shape_are_refused(change: dict[str, Any], message: 
 
 
 class Interrupted(MockBackend):
-    """Somebody presses Ctrl-C during its pass."""
+    """Ctrl-C is pressed during its first pass."""
 
-    def score(self, spans: Spans) -> Scores:
-        raise KeyboardInterrupt
+    def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+        if self.num_passes == 0:
+            self.num_passes += 1
+            raise KeyboardInterrupt
+        return super().score(spans, hidden)
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
-    engine = Engine.load(Interrupted(CONFIG))
+    engine = Engine.load(Interrupted(CONFIG), threaded=False)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([1])
     nothing_left(engine)
+    assert len(engine.generate([1], max_tokens=3).token_ids) == 3
+
+
+def test_an_interrupt_on_the_engines_thread_ends_one_step() -> None:
+    engine = Engine.load(Interrupted(CONFIG))
+    with pytest.raises(BackendError, match=r"interrupted \(KeyboardInterrupt\); ask again"):
+        engine.generate([1])
+    nothing_left(engine, within_s=1.0)
+    assert len(engine.generate([1], max_tokens=3).token_ids) == 3
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_an_interrupt_of_a_waiting_caller_ends_its_request(how: str) -> None:
+    """Python delivers Ctrl-C to the main thread, which waits for the answer. Others go on."""
+    engine = load(replace(CONFIG, seconds_per_pass=0.005), width=0)
+    other = engine.stream([2], seed=1, max_tokens=60)
+    timer = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        if how == "generate":
+            engine.generate([1])
+        else:
+            with engine.stream([1]) as stream:
+                list(stream)
+    timer.join()
+    assert engine.num_requests == 1
+    assert len(list(other)[-1].result.token_ids) == 60
+    nothing_left(engine, within_s=1.0)
 
 
 def test_other_callers_of_an_interrupted_pass_get_an_error_not_the_interrupt() -> None:
-    engine = Engine.load(Interrupted(CONFIG))
+    engine = Engine.load(Interrupted(CONFIG), threaded=False)
     stream = engine.stream([1])
     with pytest.raises(KeyboardInterrupt):
         engine.generate([1])
@@ -622,7 +661,7 @@ def test_a_finished_answer_survives_a_drafter_that_fails_afterwards() -> None:
 
 def test_every_caller_of_a_broken_pass_has_an_error_of_its_own() -> None:
     target = Faulty(CONFIG)
-    engine = Engine.load(target)
+    engine = Engine.load(target, threaded=False)
     streams = [engine.stream([1]) for _ in range(2)]
     target.broken = "crash"
     errors = []
@@ -642,14 +681,6 @@ def test_a_stream_that_is_gone_cannot_cancel_a_namesake() -> None:
     first.cancel()
     del first
     assert list(second)[-1].result.finish_reason is FinishReason.LENGTH
-
-
-def test_a_stream_left_on_an_idle_engine_frees_everything_at_once() -> None:
-    engine = load()
-    stream = engine.stream([1], seed=1)
-    next(stream)
-    del stream
-    nothing_left(engine)
 
 
 def test_async_streams_cancelled_twice_leave_nothing() -> None:
@@ -828,6 +859,42 @@ def test_what_a_callback_raises_is_its_own_callers(raised: type[BaseException]) 
     nothing_left(engine, within_s=1.0)
 
 
+@pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError, GeneratorExit, KeyError])
+def test_what_a_processor_raises_ends_its_own_request_only(raised: type[BaseException]) -> None:
+    """Exceptions that are no `Exception` too. Requests that wait, and later ones, are answered."""
+
+    def leave(tokens: Sequence[int], row: Any) -> Any:
+        raise raised("mine")
+
+    engine = load(draft="none", max_batch=1)
+    bad = Request.of([1], {"processors": [leave], "max_tokens": 3})
+    first, waiting = engine.open_streams([bad, Request.of([1], {"seed": 1, "max_tokens": 5})])
+    with pytest.raises(OutriderError):
+        list(first)
+    reader = threading.Thread(target=lambda: list(waiting), daemon=True)
+    reader.start()
+    reader.join(5.0)
+    assert waiting.result is not None and len(waiting.result.token_ids) == 5
+    assert len(engine.generate([1], max_tokens=5).token_ids) == 5
+
+
+@pytest.mark.parametrize("call", ["close", "snapshot"])
+def test_a_call_while_the_engine_is_being_paused_returns(call: str, tmp_path: Path) -> None:
+    """`pause` waits for the present step. What is called meanwhile must not wait for a step that never comes."""
+    engine = load(replace(CONFIG, seconds_per_pass=0.2), "none")
+    stream = engine.stream([1])
+    next(stream)
+    pause = threading.Thread(target=engine.pause)
+    pause.start()
+    time.sleep(0.05)
+    work = stream.close if call == "close" else lambda: engine.snapshot(tmp_path / "state")
+    caller = threading.Thread(target=work, daemon=True)
+    caller.start()
+    caller.join(5.0)
+    pause.join()
+    assert not caller.is_alive()
+
+
 def test_a_drafter_that_misbehaves_touches_only_those_it_drafts_for() -> None:
     class Odd(ScriptedDrafter):
         change: dict[str, Any] = {}  # noqa: RUF012
@@ -873,7 +940,7 @@ def test_a_drafter_sees_no_job_after_it_was_told_to_forget_it() -> None:
             self.known |= {job.id for job in jobs}
             return super().propose(jobs, widths, trees)
 
-        def observe(self, plan: Any, *_: Any) -> int:
+        def observe(self, batch: Any, *_: Any) -> int:
             assert {job.id for job in batch.decode} <= self.known
             return 0
 
@@ -912,7 +979,7 @@ def test_a_job_seated_late_is_read_in_chunks() -> None:
 @pytest.mark.parametrize("returned", [lambda logits: logits, lambda logits: None, lambda logits: Scores([], [1])])
 def test_a_backend_that_returns_the_wrong_thing_is_said(returned: Any) -> None:
     class Odd(MockBackend):
-        def score(self, spans: Spans) -> Any:
+        def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Any:
             return returned(super().score(spans).logits)
 
     engine = Engine.load(Odd(CONFIG))
@@ -937,6 +1004,36 @@ def test_a_result_does_not_change_afterwards() -> None:
     before = result.statistics.report()
     engine.generate([1], seed=1, max_tokens=9, width=0)
     assert result.statistics.report() == before
+
+
+class SlowToClose(MockBackend):
+    """Takes its time to free a sequence."""
+
+    def close(self, slot: Slot) -> None:
+        time.sleep(0.05)
+        super().close(slot)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "astream", "error"])
+def test_when_an_answer_is_over_all_is_free(how: str) -> None:
+    """Its name can be used again at once, and its place in the line."""
+    engine = Engine.load(SlowToClose(CONFIG), draft="none", scheduling=SchedulerConfig(max_batch=1, max_queue=0))
+
+    async def read() -> None:
+        async for _ in engine.astream([1], max_tokens=2, request_id="mine"):
+            pass
+
+    for _ in range(2):
+        if how == "generate":
+            engine.generate([1], max_tokens=2, request_id="mine")
+        elif how == "stream":
+            list(engine.stream([1], max_tokens=2, request_id="mine"))
+        elif how == "astream":
+            asyncio.run(read())
+        else:
+            with pytest.raises(RequestError, match="leave no token"):
+                engine.generate([1], banned=range(26), request_id="mine")
+        nothing_left(engine)
 
 
 def test_close_ends_what_runs() -> None:

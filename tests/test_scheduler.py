@@ -22,23 +22,17 @@ from outrider.kv.pages import Pages
 from outrider.sched import policies
 from outrider.sched.policies import ByPriority, EarliestDeadline, Orca, Policy, ShortestFirst, find_policy
 from outrider.sched.scheduler import OVER_BUDGET, Scheduler
-from outrider.types import Ask, FinishReason, Job, Batch, Request, SamplingParams
+from outrider.spec.router import Router
+from outrider.types import Batch, FinishReason, Job, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 MODEL = MockConfig(vocab_size=16, context=512, seconds_per_pass=0.1)
 
 
-class Width(NamedTuple):
-    """A width chooser's answer."""
-
-    asks: tuple[Ask, ...] = ()
-    fallback: str | None = None
-
-
 def new_job(prompt: int = 3, answer: int = 5, *, arrival: float = 0.0, **settings: Any) -> Job:
-    """A job that waits; `cached` and `said` say how far it is."""
+    """A job that waits; `cached` and `said` say how far it is, `draft` the width it wants."""
     said, cached = settings.pop("said", 0), settings.pop("cached", 0)
-    deadline = settings.pop("deadline", None)
+    deadline, draft = settings.pop("deadline", None), settings.pop("draft", 0)
     request = Request(prompt=[1] * prompt, sampling=GREEDY, max_tokens=answer, **settings)
     tokens = [1] * (prompt + said)
     return Job(
@@ -55,34 +49,34 @@ def new_job(prompt: int = 3, answer: int = 5, *, arrival: float = 0.0, **setting
         arrival=arrival,
         deadline=deadline,
         cached=cached,
+        drafters=("a",) if draft else (),
+        width=draft,
     )
 
 
 def scheduler_of(jobs: Sequence[Job] = (), **settings: Any) -> Scheduler:
     """A scheduler in which these jobs wait."""
-    scheduler = Scheduler(SchedulerConfig(**settings))
+    clock, target = VirtualClock(), MockBackend(MODEL)
+    router = Router([], target.info, clock)
+    scheduler = Scheduler(SchedulerConfig(**settings), target, router, clock, max_width=16)
     for job in jobs:
         scheduler.add(job)
     return scheduler
 
 
 def start_all(scheduler: Scheduler) -> list[Job]:
-    """Let in whoever may; returns them in order."""
-    started = []
-    while (job := scheduler.next_in_line()) is not None:
-        scheduler.start(job)
-        started.append(job)
-    return started
-
-
-def plainly(jobs: Sequence[Job], rows: int) -> list[Width]:
-    return [Width()] * len(jobs)
+    """Admit all that may run; returns them in order. What they have read stays what it was."""
+    read = {job.id: job.cached for job in scheduler.waiting}
+    admitted = scheduler.next_batch().admitted
+    for job in admitted:
+        job.cached = read[job.id]
+    return admitted
 
 
 def num_fed(batch: Batch) -> int:
     """Tokens of a pass at most: chunks, pending tokens, drafts."""
     pending = sum(len(job.tokens) - job.cached for job in batch.decode)
-    return sum(batch.chunks) + pending + sum(batch.widths)
+    return sum(batch.chunks) + pending + sum(batch.room)
 
 
 def advance(batch: Batch) -> None:
@@ -173,7 +167,7 @@ def test_policies_are_found_by_name_or_taken_as_they_are() -> None:
     assert find_policy(own) is own
 
 
-# The plan of a pass
+# The batch of a pass
 
 
 def test_the_batch_and_the_tokens_in_flight_are_limited() -> None:
@@ -186,7 +180,9 @@ def test_the_batch_and_the_tokens_in_flight_are_limited() -> None:
     assert start_all(scheduler) == jobs[:2], "three could come to 60 tokens"
     scheduler.remove(jobs[0])
     assert start_all(scheduler) == [jobs[2]]
-    scheduler.give_way(jobs[2])
+    batch = Batch([], [], [], [])
+    scheduler._preempt(batch, jobs[2])
+    assert batch.preempted == [(jobs[2], "recompute")], "nothing is swapped unless swapping was chosen"
     assert start_all(scheduler) == [jobs[2]], "it is the first in line again"
 
 
@@ -221,7 +217,7 @@ def test_leaving_the_line_takes_no_memory() -> None:
         job = new_job(arrival=float(place))
         scheduler.add(job)
         scheduler.remove(job)
-    assert len(scheduler._line) <= 65 and not scheduler.waiting and scheduler.next_in_line() is None
+    assert len(scheduler._queue) <= 65 and not scheduler.waiting and start_all(scheduler) == []
 
 
 states = st.tuples(
@@ -229,7 +225,6 @@ states = st.tuples(
     st.integers(0, 60),  # read of it
     st.booleans(),  # decodes
     st.integers(0, 16),  # width wanted
-    st.booleans(),  # of two drafters
 )
 
 
@@ -241,22 +236,19 @@ states = st.tuples(
     st.sampled_from(sorted(policies.POLICIES)),
 )
 def test_a_pass_keeps_to_its_budget(
-    jobs: list[tuple[int, int, bool, int, bool]], chunk: int, spare: int, room: int, policy: str
+    jobs: list[tuple[int, int, bool, int]], chunk: int, spare: int, room: int, policy: str
 ) -> None:
     """Whatever runs: chunks, decodes and drafts fit, every decoding job is in, and something of a prompt is read."""
     max_batch = len(jobs) + room
     scheduler = scheduler_of(max_batch=max_batch, prefill_chunk=chunk, step_tokens=max_batch + spare, policy=policy)
-    asks: dict[int, Width] = {}
-    for place, (prompt, read, decodes, width, two) in enumerate(jobs):
+    for place, (prompt, read, decodes, width) in enumerate(jobs):
         cached = prompt if decodes else min(read, prompt - 1)
-        job = new_job(prompt, 99, arrival=float(place), said=int(decodes), cached=cached)
-        asks[job.id] = Width((Ask("a", width), Ask("b", width // 2))[: 1 + two] if width else ())
-        scheduler.add(job)
+        scheduler.add(new_job(prompt, 99, arrival=float(place), said=int(decodes), cached=cached, draft=width))
     running = start_all(scheduler)
-    plan = scheduler.plan(lambda deciding, rows: [asks[job.id] for job in deciding])
+    batch = scheduler.next_batch()
     assert num_fed(batch) <= max_batch + spare and sum(batch.chunks) <= chunk
     assert {job.id for job in running if len(job.tokens) - job.cached == 1} <= {job.id for job in batch.decode}
-    assert len({job.id for job in batch.jobs}) == len(batch.jobs) == len(batch.chunks) + len(batch.asks)
+    assert len({job.id for job in batch.jobs}) == len(batch.jobs) == len(batch.chunks) + len(batch.room)
     readers = [job for job in running if len(job.tokens) - job.cached > 1]
     if readers:
         first = min(readers, key=lambda job: scheduler.policy.order(job))
@@ -264,17 +256,16 @@ def test_a_pass_keeps_to_its_budget(
         unread = len(first.tokens) - first.cached
         got.update({job.id: len(job.tokens) - job.cached for job in batch.decode})
         assert got[first.id] >= min(unread, chunk, spare), "the first prompt gets its share"
-    for job, width in zip(batch.decode, batch.widths, strict=True):
-        wanted = max((ask.width for ask in asks[job.id].asks), default=0)
-        assert width <= wanted and ((job, OVER_BUDGET) in batch.fallbacks) == (width < wanted)
+    for job, width in zip(batch.decode, batch.room, strict=True):
+        assert width <= job.width and ((job, OVER_BUDGET) in batch.fallbacks) == (width < job.width)
 
 
 def test_drafts_share_what_is_left_and_the_widest_give_most() -> None:
-    jobs = [new_job(said=1, cached=3) for _ in range(3)]
+    jobs = [new_job(answer=99, said=1, cached=3, draft=width) for width in (2, 16, 5)]
     scheduler = scheduler_of(jobs, max_batch=4, step_tokens=12)
     start_all(scheduler)
-    plan = scheduler.plan(lambda deciding, rows: [Width((Ask("a", width),)) for width in (2, 16, 5)])
-    assert batch.widths == [2, 3, 3] and [job for job, _ in batch.fallbacks] == jobs[1:]
+    batch = scheduler.next_batch()
+    assert batch.room == [2, 3, 3] and [job for job, _ in batch.fallbacks] == jobs[1:]
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 301])
@@ -291,7 +282,7 @@ def test_a_prompt_is_read_in_bounded_time_beside_a_full_batch(length: int, chunk
     num_passes = 0
     while len(late.tokens) == length:
         lengths = [len(job.tokens) for job in decoding]
-        advance(scheduler.plan(plainly))
+        advance(scheduler.next_batch())
         assert [len(job.tokens) for job in decoding] == [length + 1 for length in lengths], "a decode was starved"
         num_passes += 1
     assert num_passes <= math.ceil(length / min(chunk, spare))
@@ -311,11 +302,14 @@ class Seen(NamedTuple):
 def engine_of(policy: Any = "fcfs", *, pages: int | None = None, drafters: Any = (), **settings: Any) -> Engine:
     clock = VirtualClock()
     target = MockBackend(MODEL, clock=clock) if pages is None else PagedMock(MODEL, Pages(pages, 4), clock=clock)
-    return Engine(target, drafters, scheduling=SchedulerConfig(policy=policy, **settings), clock=clock)
+    scheduling = SchedulerConfig(policy=policy, **settings)
+    return Engine(target, drafters, scheduling=scheduling, clock=clock, threaded=False)
 
 
 def submit(engine: Engine, *requests: Request) -> list[Job]:
-    return engine._submit(requests, {}, streaming=True)
+    jobs = engine._jobs(requests, {})
+    engine._submit(jobs)
+    return jobs
 
 
 def ask(prompt: int = 4, answer: int = 6, **settings: Any) -> Request:
@@ -498,8 +492,10 @@ def test_cancel_while_waiting_and_running() -> None:
     engine = engine_of(max_batch=1)
     running, waiting, other = submit(engine, ask(answer=9), ask(answer=9), ask(answer=9))
     engine.step()
+    assert engine.cancel(waiting.request_id) and engine.cancel(running.request_id)
+    engine.step()
     for job, tokens in ((waiting, 0), (running, 1)):
-        assert engine.cancel(job.request_id) and job.finish_reason == FinishReason.CANCELLED
+        assert job.finish_reason == FinishReason.CANCELLED
         assert len(job.output) == tokens and not engine.cancel(job.request_id)
     while engine.num_requests:
         engine.step()
@@ -514,10 +510,11 @@ def test_cancel_who_gave_way(preempt: Any, monkeypatch: pytest.MonkeyPatch) -> N
     while not any(job.statistics.preemptions for job in jobs):
         engine.step()
     [gone] = [job for job in jobs if job.slot is None]
-    room = engine.loop.room
-    assert (room.num_swapped > 0) == (preempt == "swap") and gone.output
-    assert engine.cancel(gone.request_id) and room.num_swapped == 0
-    said = list(gone.output)
+    sequences, said = engine.loop.scheduler.sequences, list(gone.output)
+    assert (sequences.num_swapped > 0) == (preempt == "swap") and said
+    assert engine.cancel(gone.request_id)
+    engine.step()
+    assert gone.finish_reason == FinishReason.CANCELLED and sequences.num_swapped == 0
     while engine.num_requests:
         engine.step()
     assert gone.output == said == gone.result.token_ids and engine.loop.target.pages.usage.held == 0
@@ -533,7 +530,7 @@ def test_swapping_stops_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs, most = submit(engine, *requests), 0
         while engine.num_requests:
             engine.step()
-            most = max(most, engine.loop.room.num_swapped)
+            most = max(most, engine.loop.scheduler.sequences.num_swapped)
         assert most <= swap_tokens and (most > 0) == (swap_tokens > 0)
         outputs.append([job.output for job in jobs])
     assert outputs[0] == outputs[1] == outputs[2]
