@@ -428,6 +428,7 @@ class Batch:
             [self.chunks[index] for index in prefill],
             [self.decode[index] for index in decode],
             [self.room[index] for index in decode],
+            [(job, reason) for job, reason in self.fallbacks if job in jobs],
         )
 
 

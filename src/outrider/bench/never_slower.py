@@ -3,7 +3,10 @@
 A cell answers the same requests by width 0, by every fixed width and by the engine's own choice (`auto`), each with a
 fresh engine, and compares the seconds. Draft passes cost `draft_cost` times what the target needs for as many rows,
 reading the prompt and catching up included. What a fixed width does depends on no cost, so it runs once and is priced
-for every curve.
+for every curve. Costs are profiled at load by the same code as for a real model, never handed over.
+
+`random_cells` goes off the grid: random acceptance and costs, jitter, passes that grow dearer with the context, and a
+profile that is wrong.
 """
 
 from __future__ import annotations
@@ -47,25 +50,37 @@ TOKENS = {1: 1000, 4: 500, 16: 256}  # batch size -> tokens of each answer
 FIXED = (*range(9), 12, 16)
 PROMPT = 16
 LEAST_OF_PLAIN = 0.97
-LEAST_OF_BEST = 0.95
+LEAST_OF_BEST = 0.90  # in any cell,
+USUAL_OF_BEST = 0.95  # in nine of ten,
+MEAN_OF_BEST = 0.99  # and on average
 MODEL = MockConfig(vocab_size=16, seed=3, num_contexts=1021, context=2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`acceptance` of the draft in each part of an answer; `jitter` is the most a pass may take longer or shorter."""
+    """`acceptance` of the draft in each part of an answer; `jitter` is the most a pass may take longer or shorter.
+
+    A target pass takes `context_cost` more for every thousand tokens in its cache. The profile at load sees passes of the
+    target and of the draft that take `profile_error` times as long as later ones.
+    """
 
     acceptance: tuple[float, ...]
     draft_cost: float
     curve: str
     batch: int
     jitter: float = 0.0
-    seed: int = 0
+    context_cost: float = 0.0
+    profile_error: tuple[float, float] = (1.0, 1.0)
+    seed: int = 7
 
     @property
     def name(self) -> str:
         kept = " then ".join(f"{share:g}" for share in self.acceptance)
-        return f"accept {kept}, draft {self.draft_cost:g}, {self.curve}, batch {self.batch}"
+        name = f"accept {kept}, draft {self.draft_cost:g}, {self.curve}, batch {self.batch}"
+        if self.context_cost:
+            errors = " and ".join(f"{error:.2f}" for error in self.profile_error)
+            name += f", context {self.context_cost:g}, profile off by {errors}"
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,23 @@ def cells(*, jitter: float = 0.0) -> Iterator[Cell]:
                     yield Cell(acceptance, draft_cost, curve, batch, jitter)
 
 
+def random_cells(seed: int, count: int = 100) -> Iterator[Cell]:
+    """Cells off the grid."""
+    dice = random.Random(seed)
+    for number in range(count):
+        parts = dice.choice((1, 1, 1, 2))
+        yield Cell(
+            acceptance=tuple(round(dice.random(), 2) for _ in range(parts)),
+            draft_cost=round(dice.choice((0.0, 0.5, 0.5)) * dice.random() ** 2, 3),
+            curve=dice.choice(list(CURVES)),
+            batch=dice.choice(list(TOKENS)),
+            jitter=0.05,
+            context_cost=round(dice.random(), 2),
+            profile_error=(dice.uniform(0.7, 1.3), dice.uniform(0.7, 1.3)),
+            seed=number,
+        )
+
+
 def readings(*, quick: bool = False, jitter: float = 0.0) -> Iterator[Reading]:
     """Every cell, as it is measured; `quick` takes some from all over the grid."""
     for index, cell in enumerate(cells(jitter=jitter)):
@@ -103,55 +135,74 @@ def measure(cell: Cell) -> Reading:
     seconds = {width: _priced(cell, width) for width in FIXED}
     best_width = min(seconds, key=seconds.__getitem__)
     clock = VirtualClock()
-    engine, auto = _run(cell.acceptance, cell.batch, None, _pricing(cell, clock), clock)
+    meter = _Meter(cell, clock)
+    engine, auto = _run(cell.acceptance, cell.batch, None, meter.charge, clock, meter.end_of_profile)
     widths = dict(sorted(engine.statistics.widths.items()))
     return Reading(cell, seconds[0] / auto, seconds[best_width] / auto, best_width, widths)
 
 
-Price = Callable[[int, bool], None]  # (rows of a pass, whether the draft made it)
+Price = Callable[[int, int, bool], None]  # (rows of a pass, tokens in its cache, whether the draft made it)
 
 
-def _pricing(cell: Cell, clock: VirtualClock) -> Price:
-    curve, cost = CURVES[cell.curve], cell.draft_cost
-    noise = random.Random(7)
+class _Meter:
+    """Lets the clock go on by what passes cost."""
 
-    def price(rows: int, is_draft: bool) -> None:
-        seconds = curve(rows) * (cost if is_draft else 1.0)
-        clock.sleep(seconds * (1.0 + noise.uniform(-cell.jitter, cell.jitter)))
+    def __init__(self, cell: Cell, clock: VirtualClock) -> None:
+        self._cell = cell
+        self._clock = clock
+        self._noise = random.Random(cell.seed)
+        self._error = cell.profile_error
 
-    return price
+    def end_of_profile(self) -> None:
+        self._error = (1.0, 1.0)
+
+    def charge(self, rows: int, context: int, is_draft: bool) -> None:
+        jitter = 1.0 + self._noise.uniform(-self._cell.jitter, self._cell.jitter)
+        self._clock.sleep(_cost(self._cell, rows, context, is_draft) * jitter * self._error[is_draft])
+
+
+def _cost(cell: Cell, rows: int, context: float, is_draft: bool) -> float:
+    curve = CURVES[cell.curve]
+    return curve(rows) * cell.draft_cost if is_draft else curve(rows) + cell.context_cost * context / 1000.0
 
 
 def _priced(cell: Cell, width: int) -> float:
     """Seconds of a fixed width."""
-    curve = CURVES[cell.curve]
     # plain decoding is the same whatever the draft
     passes = _passes(cell.acceptance if width else (0.0,), cell.batch, width)
     return sum(
-        count * curve(rows) * (cell.draft_cost if is_draft else 1.0) for (rows, is_draft), count in passes.items()
+        count * _cost(cell, rows, context / count, is_draft) for (rows, is_draft), (count, context) in passes.items()
     )
 
 
 @cache
-def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> Counter[tuple[int, bool]]:
-    """How many passes of how many rows a fixed width makes, of the target and of the draft."""
+def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> dict[tuple[int, bool], tuple[int, int]]:
+    """How many passes of how many rows a fixed width makes, of target and draft, and the tokens in their caches."""
     passes: Counter[tuple[int, bool]] = Counter()
+    contexts: Counter[tuple[int, bool]] = Counter()
 
-    def count(rows: int, is_draft: bool) -> None:
+    def count(rows: int, context: int, is_draft: bool) -> None:
         passes[rows, is_draft] += 1
+        contexts[rows, is_draft] += context
 
     _run(acceptance, batch, width, count, VirtualClock())
-    return passes
+    return {key: (times, contexts[key]) for key, times in passes.items()}
 
 
 def _run(
-    acceptance: tuple[float, ...], batch: int, width: int | None, price: Price, clock: VirtualClock
+    acceptance: tuple[float, ...],
+    batch: int,
+    width: int | None,
+    price: Price,
+    clock: VirtualClock,
+    loaded: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, float]:
     """Answer the requests of a cell with a fresh engine, and the seconds of that. Loading, with its profile, is apart."""
     num_tokens = TOKENS[batch]
     target = _PricedMock(price)
     draft = _Guesser(price, acceptance, num_tokens)
     engine = Engine.load(target, draft=draft, width=width, max_batch=batch, clock=clock, threaded=False)
+    loaded()
     started = clock.now()
     greedy = SamplingParams(temperature=0.0)
     engine.generate(
@@ -174,7 +225,7 @@ class _PricedMock(MockBackend):
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         scores = super().score(spans, hidden)
-        self._price(sum(spans.counts), self.is_draft)
+        self._price(sum(spans.counts), sum(spans.starts), self.is_draft)
         return scores
 
 

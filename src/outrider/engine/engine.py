@@ -65,6 +65,7 @@ class Engine:
         controller = controller or WidthController(
             [drafter.info for drafter in [*drafters, forced]],
             uniform=target.info.prelaunch,
+            trees=target.info.trees,
             costs=costs,
         )
         scheduling = scheduling or SchedulerConfig()
@@ -235,7 +236,8 @@ class Engine:
             raise RequestError("astream needs the engine's thread; load the engine without threaded=False")
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
         stream = self.stream(prompt, **settings)
-        stream.notify(functools.partial(_wake_reader, stream, event_loop, ready))
+        cancel = functools.partial(self.cancel, stream.request_id, stream.tenant)
+        stream.notify(functools.partial(_wake_reader, cancel, event_loop, ready))
         try:
             while True:
                 ready.clear()
@@ -491,9 +493,11 @@ def _called_back() -> RequestError:
     )
 
 
-def _wake_reader(stream: Stream, event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+def _wake_reader(
+    cancel: Callable[[], object], event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event
+) -> None:
     """Tell an asynchronous reader, from the engine's thread, that there is something to read."""
     try:
         event_loop.call_soon_threadsafe(ready.set)
     except RuntimeError:  # its event loop is closed: there is no reader any more
-        stream.cancel()
+        cancel()

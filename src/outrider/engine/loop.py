@@ -168,7 +168,7 @@ class Loop:
 
     def _choose(self, batch: Batch) -> list[Asks]:
         """Widths within the batch's room. A controller that fails costs speed, never an answer."""
-        if not any(batch.room):
+        if not self.router.drafters:
             return [()] * len(batch.decode)
         try:
             return self.controller.choose(batch)
@@ -256,10 +256,12 @@ class Loop:
             logprobs=job.logprobs,
             prompt_logprobs=job.prompt_logprobs,
         )
+        self._release(job, reason)
         if job.sink is not None:
             job.sink(event)
         job.finish_reason = reason
-        self._release(job, reason)
+        if job.on_done is not None:
+            job.on_done()
         return event
 
     def reap(self) -> None:
@@ -453,9 +455,11 @@ class Loop:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """The job is over; its caller gets the error."""
-        if not job.done:
-            job.error = error
+        if self.jobs.get((job.request.tenant, job.request_id)) is job:
             self._release(job, "error")
+            job.error = error
+            if job.on_done is not None:
+                job.on_done()
 
     def _fail_jobs(self, jobs: Sequence[Job], error: OutriderError) -> None:
         """The same fault for several jobs: an exception of its own for each."""
@@ -475,8 +479,8 @@ class Loop:
         self._fail_jobs(jobs, error)
 
     def _release(self, job: Job, reason: str) -> None:
-        """Give back everything the job held, and wake its caller. A plug-in that fails to let go is logged."""
-        self.jobs.pop((job.request.tenant, job.request_id), None)
+        """Give back everything the job held, before its caller learns that it is over."""
+        del self.jobs[job.request.tenant, job.request_id]
         self.scheduler.remove(job)
         job.saved = None
         try:
@@ -487,8 +491,6 @@ class Loop:
         if job.first_token is not None and num_tokens > 1:
             per_token_s = (now - job.first_token) / (num_tokens - 1)
         self.metrics.finished(reason, now - job.arrival, num_tokens, per_token_s)
-        if job.on_done is not None:
-            job.on_done()
 
 
 def _caused(kind: type[OutriderError], what: str, cause: Exception) -> OutriderError:

@@ -98,10 +98,12 @@ class Profiler:
             costs.curve.move(rows, self._rows_s(rows) / costs.scale, 1.0)
 
     def _rounds(self, drafter: Drafter) -> None:
-        """Two rounds of a dummy request: one reads the prompt, one drafts."""
-        stream = self._engine.stream(self._prompt(2), method=drafter.name, width=WIDTH, **_dummy(2 * WIDTH + 4))
-        for _ in range(2):
-            self._engine.step()
+        """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
+        stream = self._engine.stream(self._prompt(1), method=drafter.name, width=WIDTH, **_dummy(2 * WIDTH + 4))
+        for _ in range(3):
+            events = self._engine.step()
+            if any(event.drafts for event in events):
+                break
         stream.close()
         if stream.error is not None:
             log.info("%s could not be profiled: %s", drafter.name, stream.error)

@@ -135,8 +135,8 @@ def _of_job(job: Job, target: Backend, now: float) -> dict[str, Any]:
         "times": {name: None if (at := getattr(job, name)) is None else at - now for name in _TIMES},
         "statistics": statistics,
         "state": state,
-        "logprobs": job.logprobs,
-        "prompt_logprobs": job.prompt_logprobs,
+        "logprobs": None if job.logprobs is None else list(job.logprobs),
+        "prompt_logprobs": None if job.prompt_logprobs is None else list(job.prompt_logprobs),
     }
 
 

@@ -22,26 +22,30 @@ class Driver(Protocol):
         """End jobs and wait until what they held is free."""
 
 
+class Mailbox:
+    """What the engine's thread writes to. It does not know its stream: a stream that is dropped can be freed."""
+
+    __slots__ = ("events", "wake")
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[Event | None] = SimpleQueue()  # None: the job is over
+        self.wake: Callable[[], None] | None = None
+
+    def put(self, event: Event | None = None) -> None:
+        self.events.put(event)
+        if self.wake is not None:
+            self.wake()
+
+
 class Stream:
     """Events of one request, one per round; the last carries the result. Leaving early ends the request."""
 
     def __init__(self, engine: Driver, job: Job) -> None:
         self._engine = engine
         self._job = job
-        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: there is something to look at, or no more
-        self._wake: Callable[[], None] | None = None
+        self._mailbox = Mailbox()
         self.request_id = job.request_id
-        job.sink, job.on_done = self._put, self._end
-
-    def _put(self, event: Event) -> None:
-        self._events.put(event)
-        if self._wake is not None:
-            self._wake()
-
-    def _end(self) -> None:
-        self._events.put(None)
-        if self._wake is not None:
-            self._wake()
+        job.sink = job.on_done = self._mailbox.put
 
     def __iter__(self) -> Stream:
         return self
@@ -54,7 +58,7 @@ class Stream:
             if is_over:
                 raise StopIteration
             if not self._engine.advance(self._job):
-                event = self._events.get()
+                event = self._mailbox.events.get()
                 if event is not None:
                     return event
 
@@ -64,7 +68,7 @@ class Stream:
         is_over = self._job.done  # before looking: a job that is done has its last event in the queue
         try:
             while True:
-                event = self._events.get_nowait()
+                event = self._mailbox.events.get_nowait()
                 if event is not None:
                     return event, False
         except Empty:
@@ -75,7 +79,11 @@ class Stream:
 
     def notify(self, wake: Callable[[], None]) -> None:
         """`wake` is called on the engine's thread whenever there is something to `poll`. Poll once after this."""
-        self._wake = wake
+        self._mailbox.wake = wake
+
+    @property
+    def tenant(self) -> str:
+        return self._job.request.tenant
 
     @property
     def tokens(self) -> list[int]:

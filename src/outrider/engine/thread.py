@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from outrider.engine.loop import Loop
-from outrider.errors import BackendError
 
 log = logging.getLogger("outrider")
 Value = TypeVar("Value")
+
+LOOK_S = 0.2  # after which a caller looks whether the thread is still there
+
+
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 class EngineThread:
@@ -23,6 +30,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_stopping = False
+        _threads.add(self)
         self.on_death: Callable[[BaseException], None] | None = None
 
     @property
@@ -44,17 +52,25 @@ class EngineThread:
 
     def call(self, function: Callable[[], Value]) -> Value:
         """What a function returns that runs between two steps."""
-        if self.is_mine or not self.is_running:
-            return function()
         future: Future[Value] = Future()
 
         def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
 
+        if self.is_mine:
+            run()
+            return future.result()
         self._loop.inbox.put(run)
+        while not future.done():
+            with self._lock:
+                if not self.is_running and future.cancel():  # it ended meanwhile: there is no step to wait for
+                    return function()
+            with contextlib.suppress(TimeoutError):
+                return future.result(timeout=LOOK_S)
         return future.result()
 
     def signal_stop(self) -> None:
@@ -72,14 +88,20 @@ class EngineThread:
         loop = self._loop
         while not self._is_stopping:
             try:
-                if loop.jobs and loop.error is None:
+                if loop.jobs:
                     loop.step()
                 else:
-                    loop.receive(wait=True)  # with an error, later requests get it, one by one
-            except BaseException as error:  # an interrupt that a callback raised: its job has it
+                    loop.receive(wait=True)
+            except BaseException:  # the step has ended the requests that it hit, with their errors
                 log.exception("a step was interrupted")
-                if loop.error is None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
-                    loop.error = BackendError(f"the engine's thread failed: {error}")
             if loop.error is not None and self.on_death is not None:
-                self.on_death(loop.error)
-                self.on_death = None
+                on_death, self.on_death = self.on_death, None
+                on_death(loop.error)
+        loop.receive()  # calls that came while it was ending
+
+
+@atexit.register
+def _stop_all() -> None:
+    """The interpreter must not end while a thread is inside of a library."""
+    for thread in list(_threads):
+        thread.stop()

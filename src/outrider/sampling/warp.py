@@ -195,7 +195,9 @@ def _process(xp: Any, x: Array, row: int, history: History, faults: dict[int, Ou
             if tuple(row_out.shape) != (x.shape[1],):
                 raise ValueError(f"it returned shape {tuple(row_out.shape)}")
             x[row, :] = row_out
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             cure = f"it must return a row of {x.shape[1]} numbers"
             faults[row] = RequestError(f"a logits processor failed: {error}; {cure}", param="processors")
             faults[row].__cause__ = error

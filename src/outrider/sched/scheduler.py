@@ -24,6 +24,7 @@ from outrider.types import Batch, Ended, FinishReason, Job
 
 OVER_BUDGET = "the step's token budget is full"
 NO_PAGES = "no free pages for drafts"
+CHAINS_ONLY = "the target reads chains only"
 NO_REWIND = "the target cannot rewind, so drafting saves no pass"
 ONE_DRAFT = "the target cannot rewind: one draft a round, verified before it is fed"
 
@@ -262,8 +263,10 @@ class Scheduler:
             batch.room = [min(room, most) for room in batch.room]
         if self._info.pages:
             for index, (job, room) in enumerate(zip(batch.decode, batch.room, strict=True)):
-                if room and not self.sequences.reserve(job, len(job.tokens) + room):
-                    batch.room[index] = 0
+                while room and not self.sequences.reserve(job, len(job.tokens) + room):
+                    room //= 2
+                if room < batch.room[index]:
+                    batch.room[index] = room
                     batch.fallbacks.append((job, NO_PAGES))
 
     def _wanted(self, batch: Batch, job: Job) -> int:
@@ -272,6 +275,8 @@ class Scheduler:
             return 0
         most = self._max_width if job.max_width is None else min(job.max_width, self._max_width)
         width = min(most if job.width is None else job.width, job.limit - len(job.tokens) - 1)
+        if width > 0 and job.tree and not self._info.trees:
+            batch.fallbacks.append((job, CHAINS_ONLY))
         max_rewind = self._info.max_rewind
         if width <= 0 or max_rewind is None or width <= max_rewind:
             return max(0, width)  # the round adds one token of the target's own

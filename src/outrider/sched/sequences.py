@@ -77,7 +77,7 @@ class Sequences:
         slot, kind = slot_of(job), "recompute"
         with wrap_errors(BackendError, "the target failed to preempt a sequence"):
             self._target.publish(slot, job.tokens[: job.cached])  # pages that stay idle are found again
-            if self.num_swapped + job.cached <= self._swap_tokens:
+            if self._swap_tokens and self.num_swapped + job.cached <= self._swap_tokens:
                 kind = "swap"
                 self._swapped[job.id] = (self._target.swap_out(slot), job.cached)
         self._router.pause(job)  # a draft on the same pages gives them up first

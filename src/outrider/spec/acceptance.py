@@ -15,6 +15,7 @@ DEPTH = 16  # positions that are told apart
 POOL_DECAY = 0.995
 OWN_DECAY = 0.97
 ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
+LEAST_EVIDENCE = 8.0  # verified tokens that the pool's evidence does not fade below
 FIRST_GUESS = 0.75  # acceptance of a drafter of which nothing is known
 POOL_STRENGTH = 4.0  # verified tokens that a guess for the pool counts for
 PRIOR_STRENGTH = 40.0  # the same, where the drafter brings a measured prior
@@ -24,48 +25,32 @@ MATCHES = (2, 3, 4, 6, 8, 12, 16)  # lengths of lookup matches where a class beg
 FIRST_MATCH_GUESSES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 
 
-class Beta:
-    """Kept and rejected tokens, decayed."""
-
-    __slots__ = ("kept", "rejected")
-
-    def __init__(self, kept: float = 0.0, rejected: float = 0.0) -> None:
-        self.kept, self.rejected = kept, rejected
-
-    def add(self, is_kept: bool, decay: float) -> None:
-        self.fade(decay)
-        if is_kept:
-            self.kept += 1.0
-        else:
-            self.rejected += 1.0
-
-    def fade(self, share: float) -> None:
-        self.kept *= share
-        self.rejected *= share
-
-    def mean(self, prior: float, strength: float) -> float:
-        return (self.kept + prior * strength) / (self.kept + self.rejected + strength)
-
-
 class Positions:
-    """A Beta for each position of a chain; later positions start from what the earlier ones showed."""
+    """A decayed Beta for each position of a chain: tokens kept and verified there."""
 
-    __slots__ = ("betas",)
+    __slots__ = ("kept", "verified")
 
     def __init__(self) -> None:
-        self.betas = [Beta() for _ in range(DEPTH)]
+        self.kept = [0.0] * DEPTH
+        self.verified = [0.0] * DEPTH
 
     def add(self, accepted: int, drafted: int, decay: float) -> None:
         """`accepted` leading tokens of `drafted` were kept; the next one was rejected, if there was one."""
+        kept, verified = self.kept, self.verified
         for position in range(min(drafted, accepted + 1, DEPTH)):
-            self.betas[position].add(position < accepted, decay)
+            kept[position] = kept[position] * decay + (position < accepted)
+            verified[position] = verified[position] * decay + 1.0
 
-    def means(self, guesses: Sequence[float], strength: float) -> list[float]:
-        means: list[float] = []
-        for beta, guess in zip(self.betas, guesses, strict=False):
-            prior = guess if not means else 0.5 * (guess + means[-1])
-            means.append(beta.mean(prior, strength))
-        return means
+    def fade(self, share: float, least: float) -> None:
+        """Evidence counts for a share of what it did, and for `least` verified tokens at least; means stay."""
+        for position, verified in enumerate(self.verified):
+            if verified > least:
+                kept_share = max(share, least / verified)
+                self.kept[position] *= kept_share
+                self.verified[position] *= kept_share
+
+    def mean(self, position: int, guess: float, strength: float) -> float:
+        return (self.kept[position] + guess * strength) / (self.verified[position] + strength)
 
 
 class Acceptance:
@@ -87,20 +72,31 @@ class Acceptance:
         key = (drafter, _match_class(matched))
         means = self._pool_means(drafter, key, width)
         own = self._own.get(job_id, {}).get(key)
-        if own is not None:
-            means = own.means(means, OWN_STRENGTH if alone else OWN_STRENGTH_BATCH)
-        chances, reached = [], 1.0
-        for mean in means:
+        strength = OWN_STRENGTH if alone else OWN_STRENGTH_BATCH
+        chances, reached, before = [], 1.0, None
+        for position, mean in enumerate(means):
+            if own is not None:  # later positions are like the pool's and like the request's earlier ones
+                guess = mean if before is None else 0.5 * (mean + before)
+                mean = before = own.mean(position, guess, strength)
             reached *= mean
             chances.append(reached)
         return chances
 
-    def add(self, job_id: int, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:
-        """A chain of `drafted` tokens was verified."""
+    def add(self, job_id: int | None, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:
+        """A chain of `drafted` tokens was verified. job_id: None where the request's width is fixed anyway."""
         key = (drafter, _match_class(matched))
         self._num_verified[drafter] = self._num_verified.get(drafter, 0) + 1
-        self._pools.setdefault(key, Positions()).add(accepted, drafted, POOL_DECAY)
-        self._own.setdefault(job_id, {}).setdefault(key, Positions()).add(accepted, drafted, OWN_DECAY)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = Positions()
+        pool.add(accepted, drafted, POOL_DECAY)
+        if job_id is None:
+            return
+        records = self._own.setdefault(job_id, {})
+        own = records.get(key)
+        if own is None:
+            own = records[key] = Positions()
+        own.add(accepted, drafted, OWN_DECAY)
 
     def num_verified(self, drafter: str) -> int:
         """Chains of the drafter that were verified so far."""
@@ -111,9 +107,11 @@ class Acceptance:
         key = (drafter, _match_class(None))
         passed = now - self._aged.get(drafter, now)
         self._aged[drafter] = now
-        for positions in [self._pools.get(key), *[own.get(key) for own in self._own.values()]]:
-            for beta in positions.betas if positions is not None else ():
-                beta.fade(ROUND_DECAY**passed)
+        if key in self._pools:
+            self._pools[key].fade(ROUND_DECAY**passed, LEAST_EVIDENCE)
+        for own in self._own.values():
+            if key in own:
+                own[key].fade(ROUND_DECAY**passed, 0.0)
 
     def forget(self, job_id: int) -> None:
         self._own.pop(job_id, None)
@@ -128,7 +126,7 @@ class Acceptance:
         means: list[float] = []
         for position in range(width):
             guess = prior[position] if position < len(prior) else means[-1] if means else first
-            means.append(guess if pool is None else pool.betas[position].mean(guess, strength))
+            means.append(guess if pool is None else pool.mean(position, guess, strength))
         return means
 
 

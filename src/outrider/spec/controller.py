@@ -22,7 +22,7 @@ from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands
 GAIN = 1.03  # what a change must bring
-CREDIT_SHARE = 0.008  # of the time may be lost by probes
+CREDIT_SHARE = 0.012  # of the time may be lost by probes
 CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
 ENOUGH = 16  # verified chains of a drafter, before a decision to draft stands for more than a round
@@ -47,19 +47,22 @@ class Found(NamedTuple):
 
 
 class WidthController:
-    """`uniform`: whether the whole batch gets one width, as a device with a graph for each shape wants it."""
+    """`uniform`: whether the whole batch gets one width, as a device with a graph for each shape wants it. `trees`:
+    whether the target verifies trees."""
 
     def __init__(
         self,
         drafters: Sequence[DrafterInfo] = (),
         *,
         uniform: bool = False,
+        trees: bool = True,
         costs: CostModel | None = None,
     ) -> None:
         self.costs = costs or CostModel()
         self.acceptance = Acceptance(drafters)
         self._lookups = frozenset(info.name for info in drafters if info.lookup)
         self._uniform = uniform
+        self._trees = trees
         self._unread: dict[int, int] = {}  # job id -> tokens that its drafter has not read
         self._found: dict[int, Found] = {}  # job id -> the lookup of this round
         # The decision that stands
@@ -71,6 +74,8 @@ class WidthController:
         self._rival = 0.0  # tokens that the drafted requests gain a round, each
         self._fed = 1  # rows of the pass without free drafts
         self._context = 0
+        self._is_drafting = False  # because it pays, not as a probe
+        self._probed = -HOLD  # the round of the last probe
         self._credit = 0.0  # seconds that probes may lose
         self._bad_rounds = 0
 
@@ -96,7 +101,7 @@ class WidthController:
     def fixed(self, batch: Batch) -> list[Asks]:
         """Fixed widths alone, where the controller itself failed: every other request decodes plainly."""
         return [
-            tuple([Ask(name, room, bool(job.tree)) for name in job.drafters]) if room and job.width is not None else ()
+            tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters]) if room and job.width is not None else ()
             for job, room in zip(batch.decode, batch.room, strict=True)
         ]
 
@@ -104,8 +109,8 @@ class WidthController:
         if not room:
             return ()
         if job.width is not None:
-            return tuple([Ask(name, room, bool(job.tree)) for name in job.drafters])
-        tree, width = bool(job.tree), self._widths.get(job.id, 0)
+            return tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
+        tree, width = self._trees and bool(job.tree), self._widths.get(job.id, 0)
         width = min(room, width * TREE_LEVEL if tree else width)
         return tuple(
             [
@@ -121,7 +126,8 @@ class WidthController:
 
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
         num_jobs = len(batch.decode)
-        was_drafting, self._widths, self._rival = any(self._widths.values()), {}, 0.0
+        was_drafting, self._is_drafting = self._is_drafting, False
+        self._widths, self._rival = {}, 0.0
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
         steady = self._setting(num_jobs + fixed, num_jobs, free)
         plain_s = steady.seconds(0, ())
@@ -143,6 +149,7 @@ class WidthController:
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
             if self._fed != num_jobs + fixed:  # a prefill shares the pass: a token keeps the value of a steady round
                 best = self._best(candidates, self._setting(self._fed, num_jobs, free), self._token_s)
+        self._is_drafting = pays
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
         if pays and self._is_plain_due(num_jobs + fixed, ratio, plain_s):
             self._reason, self._left = MEASURE, 1
@@ -199,6 +206,8 @@ class WidthController:
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
         """Let one request draft a token, if the credit pays for it and drafting could pay at all."""
         num_jobs = len(batch.decode)
+        if self.costs.num_rounds - self._probed < HOLD:
+            return
         setting = self._setting(self._fed, num_jobs, free)
         hopeful = [Candidate(one.index, [1.0] * len(one.reach)) for one in candidates]
         hope = choose_uniform(hopeful, setting, WIDTHS)
@@ -207,11 +216,14 @@ class WidthController:
             return
         index = min(free, key=lambda index: self._entry_s(batch.decode[index], free[index]))
         job, name = batch.decode[index], free[index]
-        loss = setting.seconds(1, (1,)) - now_s + self._entry_s(job, name)
+        # what a single row costs drowns in noise: its share of many
+        row_s = max(setting.seconds(1, ()) - now_s, (setting.seconds(num_jobs, ()) - now_s) / num_jobs)
+        loss = row_s + self.costs.step_s(name, 1) + self._entry_s(job, name)
         is_first = self.acceptance.num_verified(name) < 2 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
         if loss <= self._credit or is_first:
             self._credit = max(0.0, self._credit - loss)
             self._widths, self._reason, self._left = {job.id: 1}, PROBE, 1
+            self._probed = self.costs.num_rounds
             self.acceptance.age(name, self.costs.num_rounds)
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
@@ -253,17 +265,19 @@ class WidthController:
         self._credit = min(self._credit + CREDIT_SHARE * times.round_s, CREDIT_ROUNDS * self.costs.pass_s(self._fed))
         kept_any = drafted_any = False
         for job, outcome in outcomes:
-            found = self._found.pop(job.id, None)
+            if not job.drafters:
+                continue
+            found = self._found.pop(job.id, None) if self._found else None
             if found is not None:
                 self._learn_lookup(job, found)
             if outcome.drafted and outcome.maker not in self._lookups:
-                self.acceptance.add(job.id, outcome.maker, outcome.accepted, outcome.depth)
+                own = None if job.width is not None else job.id
+                self.acceptance.add(own, outcome.maker, outcome.accepted, outcome.depth)
                 drafted_any = True
                 kept_any |= outcome.accepted > 0
-            if self._computing(job) in job.wanted:
-                self._unread[job.id] = 0
-            elif job.drafters:
-                self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
+            if job.width is None:
+                unread = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
+                self._unread[job.id] = 0 if self._computing(job) in job.wanted else unread
         if drafted_any:
             self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
             if self._bad_rounds >= BAD_ROUNDS:
@@ -276,7 +290,8 @@ class WidthController:
         right = 0
         while right < min(len(found.tokens), len(emitted)) and found.tokens[right] == emitted[right]:
             right += 1
-        self.acceptance.add(job.id, found.drafter, right, min(len(found.tokens), len(emitted)), found.matched)
+        own = None if job.width is not None else job.id
+        self.acceptance.add(own, found.drafter, right, min(len(found.tokens), len(emitted)), found.matched)
 
     def _learn_costs(
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]

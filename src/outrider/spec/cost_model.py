@@ -46,13 +46,17 @@ class Curve:
         return points[low] + slope * (rows - low)
 
     def move(self, rows: int, seconds: float, share: float) -> None:
-        """Move the point at `rows` by a share of the way; a new one is set."""
-        seconds = max(seconds, LEAST_S)
-        if rows in self.points:
-            self.points[rows] += share * (seconds - self.points[rows])
+        """Move the point at `rows` by a share of the way; a new one is set. More rows never cost less."""
+        seconds, points = max(seconds, LEAST_S), self.points
+        if rows in points:
+            points[rows] += share * (seconds - points[rows])
         else:
-            self.points[rows] = seconds
-            self._rows = sorted(self.points)
+            points[rows] = seconds
+            self._rows = sorted(points)
+        here = points[rows]
+        for other in self._rows:
+            if (other < rows and points[other] > here) or (other > rows and points[other] < here):
+                points[other] = here
 
 
 class Slope:
