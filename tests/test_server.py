@@ -728,6 +728,14 @@ def test_an_error_in_a_stream_is_its_last_word(monkeypatch: pytest.MonkeyPatch) 
 # The engine's thread
 
 
+def test_a_scheduler_that_fails_ends_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.worker.engine.loop.scheduler, "next_batch", lambda **_: 1 / 0)
+            assert "the engine failed" in server.refusal(TEXT, GOOD_TEXT, 500)["message"]
+        assert server.ask(TEXT, **GOOD_TEXT)
+
+
 def test_a_server_needs_the_engines_thread() -> None:
     with Engine.load("mock", threaded=False) as engine, pytest.raises(ConfigError, match="threaded"):
         Worker(engine)

@@ -468,7 +468,7 @@ class Loop:
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """A step broke off where no single job is at fault. Caches may hold half of it, so every job in it ends."""
-        jobs: Sequence[Job] = batch.jobs or list(self.scheduler.running)
+        jobs: Sequence[Job] = batch.jobs or list(self.scheduler.running) or list(self.jobs.values())
         if not isinstance(error, Exception):  # an interrupt belongs to the thread it hit, the others get an error
             error = BackendError(f"the pass was interrupted ({type(error).__name__}); ask again")
         elif isinstance(error, DeviceLostError):
