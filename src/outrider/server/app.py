@@ -34,7 +34,7 @@ from outrider.server.worker import Worker
 
 
 def create_app(worker: Worker, settings: ServerSettings) -> FastAPI:
-    """The HTTP side of a worker that somebody else starts and closes."""
+    """The HTTP side of a worker that the caller starts and closes."""
     service, http = Service(worker, settings), HttpMetrics()
 
     @asynccontextmanager

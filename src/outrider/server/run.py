@@ -161,7 +161,7 @@ class Process:
         known = {choice for record in records for choice in record["choices"] if isinstance(choice, str)}
         jobs = engine.loop.jobs.values()
         open_now = {job.request_id for job in jobs if job.request_id in known and not job.cancelled}
-        # In one go, before the event loop serves anybody: what a client ends or asks now is in both or in neither
+        # In one go, before the event loop serves a client: what a client ends or asks now is in both or in neither
         engine.snapshot(path, sorted(open_now), notes={"records": records})
         log.info("%d requests were saved to %s", len(open_now), path)
         self._worker.suspend(open_now)
