@@ -21,7 +21,7 @@ from outrider.draft.past import BLOCK, Past, Text
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
-from outrider.types import Job, Batch, Request, SamplingParams, Scores, Verdicts
+from outrider.types import Batch, Job, Request, SamplingParams, Scores, Verdicts
 
 ALL = 10_000  # occurrences: more than there are
 SMALL = SuffixConfig(max_tokens=4096, occurrences=ALL, min_probability=0.0717, smoothing=0.93, factor=3.0)
@@ -64,7 +64,7 @@ def job_of(tokens: Sequence[int], tenant: str = "") -> Job:
 
 
 def observe(drafter: LookupDrafter, *jobs: Job) -> None:
-    plan = Batch(reading=list(jobs), chunks=[0] * len(jobs), deciding=[], asks=[])
+    batch = Batch(prefill=list(jobs), chunks=[0] * len(jobs), decode=[], room=[])
     assert drafter.observe(batch, Scores([], None), Verdicts(None, None)) == 0
 
 
@@ -526,7 +526,7 @@ def test_a_batch_is_its_jobs_one_by_one(asked: list[tuple[list[int], int, bool]]
         assert together.counts == [drafts.counts[0] for drafts in alone]
         assert together.tokens.tolist() == [token for drafts in alone for token in drafts.tokens.tolist()]
         assert together.parents == {index: d.parents[0] for index, d in enumerate(alone) if d.parents}
-        assert (drafter.hidden, drafter.lag(jobs[0])) == ((), 0)
+        assert (drafter.info.hidden_layers, drafter.lag(jobs[0])) == ((), 0)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
