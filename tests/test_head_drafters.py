@@ -189,7 +189,7 @@ class Watch:
         self.head: Any = (AgreeingNative if is_native else AgreeingEagle)(path, self.target, bigrams(model, noise))
         self.fresh: Any = (NativeHead if is_native else EagleHead)(open_head(path), self.fresh_target)
         self.drafter = EagleDrafter(self.head)
-        self.engine = Engine.load(self.target, draft=self.drafter, **settings)
+        self.engine = Engine.load(self.target, draft=self.drafter, threaded=False, **settings)
         self.num_checked = 0
         step = self.engine.step
 
@@ -240,7 +240,7 @@ class Watch:
 
 
 def plain(target_path: Path, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
-    engine = Engine.load(target_at(target_path), draft="none")
+    engine = Engine.load(target_at(target_path), draft="none", threaded=False)
     return [result.token_ids for result in engine.generate(prompts, **settings)]
 
 
@@ -296,10 +296,13 @@ def test_guesses_are_those_of_the_reference(
         return rows
 
     drafter._read = recorded  # type: ignore[method-assign]
-    Engine.load(target, draft=drafter).generate(PROMPTS[:2], max_tokens=8, temperature=0.0, **shape)
+    Engine.load(target, draft=drafter, threaded=False).generate(PROMPTS[:2], max_tokens=8, temperature=0.0, **shape)
     assert {len(line) for (_, line), _ in seen} >= {0, 1, 2} and len(seen) > 20
     for (tokens, line), row in seen[::2]:
-        entries, hidden = tokens[1:], theirs.fuse(hidden_states(target, tokens[:-1], drafter.hidden)).detach()
+        entries, hidden = (
+            tokens[1:],
+            theirs.fuse(hidden_states(target, tokens[:-1], drafter.info.hidden_layers)).detach(),
+        )
         for token in line:
             hidden = torch.cat([hidden, theirs.again(theirs.run(entries, hidden)[-1:])])
             entries = [*entries, token]
@@ -501,10 +504,10 @@ class Law:
 
 
 def job_for(tokens: list[int], **settings: Any) -> Any:
-    engine = Engine.load("mock", draft="none")
+    engine = Engine.load("mock", draft="none", threaded=False)
     handle: list[Any] = []
-    add = engine.loop.add
-    engine.loop.add = lambda job: (handle.append(job), add(job))  # type: ignore[assignment]
+    submit = engine.loop.submit
+    engine.loop.submit = lambda job: (handle.append(job), submit(job))  # type: ignore[assignment]
     engine.generate(tokens, max_tokens=1, **settings)
     job = handle[0]
     job.tokens[:] = tokens

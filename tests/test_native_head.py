@@ -314,7 +314,7 @@ def test_requests_that_outlive_their_engine(model: Any, path: Path, tmp_path: Pa
     engines = []
     for _ in range(2):
         target = native(path)
-        engines.append(Engine.load(target, draft=EagleDrafter.load(tmp_path / "head", target)))
+        engines.append(Engine.load(target, draft=EagleDrafter.load(tmp_path / "head", target), threaded=False))
     handles = [engines[0].stream(prompt, width=3, **asked) for prompt in PROMPTS]
     for _ in range(4):
         engines[0].step()
@@ -351,9 +351,9 @@ def test_what_cannot_roll_is_looked_at(
     asked: dict[str, Any], model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head_folder(tmp_path, "trained", model)
-    monkeypatch.setattr(NativeHead, "roll", lambda *given: pytest.fail("it rolled"))
     target = native(path)
-    engine = Engine.load(target, draft=EagleDrafter.load(tmp_path, target))
+    engine = Engine.load(target, draft=EagleDrafter.load(tmp_path, target), threaded=False)
+    monkeypatch.setattr(NativeHead, "roll", lambda *given: pytest.fail("it rolled"))  # the profile's dummies may
     results = engine.generate(PROMPTS, max_tokens=10, ignore_eos=True, width=3, **{"temperature": 0.0, **asked})
     assert all(result.statistics.drafted > 5 for result in results)
 

@@ -26,8 +26,10 @@ from outrider.backends.mock import MockBackend
 from outrider.backends.paged_mock import PagedMock
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig, SchedulerConfig, SpeculationConfig, SuffixConfig
+from outrider.draft.base import Drafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
+from outrider.draft.run_ahead import RunAheadDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
@@ -35,7 +37,7 @@ from outrider.kv.pages import Pages
 from outrider.sched import policies
 from outrider.types import FinishReason, Job, Request, SamplingParams, Slot
 
-from conftest import check_caches
+from conftest import check_caches, inner_of
 
 MODEL = MockConfig(
     vocab_size=12, context=64, seed=3, sharpness=2.0, eos_ids=(0,), seconds_per_pass=0.01, seconds_per_token=0.001
@@ -75,7 +77,10 @@ class Setup:
         clock, model = VirtualClock(), replace(MODEL, order=self.order)
         pages = Pages(self.num_pages * 4 // self.page_size, self.page_size)
         target = CountedMock(model, pages, clock=clock)
-        drafters = [self.drafter(model, pages, clock), NgramDrafter(), SuffixDrafter(SuffixConfig(max_tokens=64))]
+        drafter: Drafter = self.drafter(model, pages, clock)
+        if self.run_ahead:
+            drafter = RunAheadDrafter(drafter, target.ops, always=True)
+        drafters = [drafter, NgramDrafter(), SuffixDrafter(SuffixConfig(max_tokens=64))]
         scheduling = SchedulerConfig(
             max_batch=self.max_batch,
             prefill_chunk=self.prefill_chunk,
@@ -85,9 +90,7 @@ class Setup:
             swap_tokens=self.swap_tokens,
         )
         speculation = SpeculationConfig(width=self.width, max_width=MOST_WIDTH)
-        return Engine(
-            target, drafters, scheduling=scheduling, speculation=speculation, clock=clock, run_ahead=self.run_ahead
-        )
+        return Engine(target, drafters, scheduling=scheduling, speculation=speculation, clock=clock, threaded=False)
 
     def drafter(self, model: MockConfig, pages: Pages, clock: VirtualClock) -> ModelDrafter:
         model = replace(model, drift=0.4, seconds_per_pass=0.002, seconds_per_token=0.0)
@@ -128,7 +131,9 @@ COUNTS: Counter[str] = Counter()
 @cache
 def alone(order: int | None, prompt: tuple[int, ...], sampling: int, max_tokens: int, ignore_eos: bool) -> list[int]:
     """What a request says that nobody disturbs, decoded plainly without pages."""
-    engine = Engine(MockBackend(replace(MODEL, order=order, seconds_per_pass=0.0, seconds_per_token=0.0)))
+    engine = Engine(
+        MockBackend(replace(MODEL, order=order, seconds_per_pass=0.0, seconds_per_token=0.0)), threaded=False
+    )
     request = Request(prompt=prompt, sampling=SAMPLINGS[sampling], max_tokens=max_tokens, ignore_eos=ignore_eos)
     return engine.generate(request).token_ids
 
@@ -186,7 +191,7 @@ class Serving(RuleBasedStateMachine):
         first, fed, loop = self.first(), engine.loop.target.num_tokens_fed, engine.loop
         lengths = {job: len(job.tokens) for job in loop.scheduler.running if len(job.tokens) - job.cached == 1}
         engine.step()
-        check_caches(engine)
+        check_caches(loop)
         self.check_room()
         assert loop.target.num_tokens_fed - fed <= loop.scheduler.config.budget
         starved = [job for job, length in lengths.items() if job.slot is not None and len(job.tokens) == length]
@@ -202,10 +207,11 @@ class Serving(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         stream = data.draw(st.sampled_from(self.streams[-8:]))
-        was_open = not stream._job.done
-        assert self.engine.cancel(stream.request_id) == was_open
-        assert stream._job.done
-        check_caches(self.engine)
+        was_open = not stream.is_over
+        assert self.engine.cancel(stream.request_id, stream.tenant) == was_open
+        assert stream.is_over != was_open, "the flag is read by the next step"
+        self.step()
+        assert stream.is_over
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0]))
     def wait(self, seconds: float) -> None:
@@ -229,14 +235,15 @@ class Serving(RuleBasedStateMachine):
         assert all(have <= most for have, most in zip(held, need, strict=True)), (held, need)
         assert pages.usage.held <= sum(held)
         assert len(running) <= self.setup.max_batch
-        assert loop.room.num_swapped <= self.setup.swap_tokens
+        assert loop.scheduler.sequences.num_swapped <= self.setup.swap_tokens
         if self.setup.policy == "orca":
             assert self.engine.statistics.preemptions == 0
 
-    def check_answer(self, job: Job) -> None:
+    def check_answer(self, stream: Stream) -> None:
         """It ended once, and said what it would have said alone, or a beginning of that."""
+        job = stream._job
         assert job.error is None, f"{job.request_id} failed: {job.error!r}"
-        events = list(job.outbox or ())
+        events = list(stream)
         assert [event.result is not None for event in events] == [False] * (len(events) - 1) + [True], "not one end"
         assert [token for event in events for token in event.tokens] == job.result.token_ids == job.output
         request = job.request
@@ -261,22 +268,23 @@ class Serving(RuleBasedStateMachine):
             self.step()
         assert not engine.num_requests, "something never ends"
         for stream in self.streams:
-            self.check_answer(stream._job)
-        assert not loop.scheduler.running and not loop.scheduler.waiting and loop.room.num_swapped == 0
+            self.check_answer(stream)
+        assert not loop.scheduler.running and not loop.scheduler.waiting and loop.scheduler.sequences.num_swapped == 0
         usage = loop.target.pages.usage
         assert usage.held == usage.promised == 0, "a page leaked"
-        for drafter in loop.router.drafters.values():
+        for outer in loop.router.drafters.values():
+            drafter = inner_of(outer)
             assert not getattr(drafter, "seats", {}) and not getattr(drafter, "lookups", {})
             if isinstance(drafter, ModelDrafter):
                 assert drafter.backend.num_slots == 0 and not drafter._unseated
+            if isinstance(outer, RunAheadDrafter):
+                COUNTS["drafted ahead"] += outer.overlap.fresh
+                COUNTS["stale"] += outer.overlap.stale
+                assert not outer._ready and outer._flight is None
         statistics = engine.statistics
         COUNTS["preemptions"] += statistics.preemptions
         COUNTS["drafted"] += statistics.drafted
         COUNTS["accepted"] += statistics.accepted
-        if loop.ahead is not None:
-            COUNTS["drafted ahead"] += loop.ahead.overlap.fresh
-            COUNTS["stale"] += loop.ahead.overlap.stale
-            assert not loop.ahead._ready and not loop.ahead._flights
         engine.close()
 
 
@@ -337,7 +345,7 @@ def soak(num_requests: int, seconds: float) -> tuple[Engine, Counter[FinishReaso
     clock, randomness = VirtualClock(), random.Random(5)
     target = PagedMock(SMALL, Pages(256, 4), clock=clock)
     drafters = [SuffixDrafter(SuffixConfig(max_tokens=256)), NgramDrafter()]
-    engine = Engine(target, drafters, scheduling=SchedulerConfig(max_batch=64), clock=clock)
+    engine = Engine(target, drafters, scheduling=SchedulerConfig(max_batch=64), clock=clock, threaded=False)
     shapes = [
         Request(
             prompt=prompt[:6],
@@ -354,21 +362,24 @@ def soak(num_requests: int, seconds: float) -> tuple[Engine, Counter[FinishReaso
     ]
     reasons: Counter[FinishReason] = Counter()
     grown: dict[str, int] = {}
+    streams: dict[tuple[str, str], Stream] = {}
     gap, arrival, num_sent = seconds / num_requests, 0.0, 0
     while num_sent < num_requests or engine.num_requests:
         while num_sent < num_requests and arrival <= clock.now():
-            job = engine._submit([randomness.choice(shapes)], {}, streaming=False)[0]
+            stream = engine.stream(randomness.choice(shapes))
             if num_sent % 100 == 7:
-                engine.interrupt(job)
-                reasons[job.finish_reason] += 1
+                stream.close()
+                reasons[stream.result.finish_reason] += 1
+            else:
+                streams[stream.tenant, stream.request_id] = stream  # a dropped stream is cancelled
             num_sent, arrival = num_sent + 1, arrival + randomness.expovariate(1.0 / gap)
             if num_sent == num_requests // 10:
                 grown = {name: -value for name, value in memory().items()}
         if not engine.num_requests:
             clock.sleep(max(0.0, arrival - clock.now()))
-        for event in engine.step():
-            if event.result is not None:
-                reasons[event.result.finish_reason] += 1
+        engine.step()
+        for key in [key for key, stream in streams.items() if stream.is_over]:
+            reasons[streams.pop(key).result.finish_reason] += 1
     return engine, reasons, {name: value + grown[name] for name, value in memory().items()}
 
 
