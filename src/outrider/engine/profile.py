@@ -29,8 +29,9 @@ log = logging.getLogger("outrider")
 
 SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
-WIDTH = 3  # of the dummy rounds
-ROWS = (8, 16, 2, 32, 64, 128, 256)  # of further passes, in this order
+FIRST_ROWS = 8  # kernels and memory behave alike up to about here
+WIDTHS = (1, 4)  # of the dummy rounds
+ROWS = (16, 4, 32, 64, 128, 256)  # of further passes, in this order
 DRIFT = 0.25  # how far a stored profile may be off
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph
@@ -86,20 +87,24 @@ class Profiler:
             return
         began, one_row_s = self._clock.now(), self._rows_s(1)
         deadline = began + max(SECONDS, PASSES * one_row_s)
-        costs.curve.move(1, min(one_row_s, self._rows_s(1)), 1.0)
-        for drafter in self._drafters:
-            if self._clock.now() + 3.0 * one_row_s > deadline:
-                break
-            self._rounds(drafter)
+        costs.curve.move(1, one_row_s, 1.0)
+        self._pass(costs, FIRST_ROWS, deadline)
+        for width in WIDTHS:
+            for drafter in self._drafters:
+                if self._clock.now() + costs.pass_s(width + 1) + width * costs.step_s(drafter.name, 1) <= deadline:
+                    self._rounds(drafter, width)
         for rows in ROWS:
-            expected_s = max(costs.pass_s(rows), one_row_s)
-            if rows >= self._target.info.context or self._clock.now() + expected_s > deadline:
-                continue
+            self._pass(costs, rows, deadline)
+
+    def _pass(self, costs: CostModel, rows: int, deadline: float) -> None:
+        """Measure a pass of so many rows, if it ends in time however dear rows are."""
+        most_s = costs.pass_s(rows) if len(costs.curve.points) > 1 else rows * costs.pass_s(1)
+        if rows < self._target.info.context and self._clock.now() + most_s <= deadline:
             costs.curve.move(rows, self._rows_s(rows) / costs.scale, 1.0)
 
-    def _rounds(self, drafter: Drafter) -> None:
+    def _rounds(self, drafter: Drafter, width: int) -> None:
         """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
-        stream = self._engine.stream(self._prompt(1), method=drafter.name, width=WIDTH, **_dummy(2 * WIDTH + 4))
+        stream = self._engine.stream(self._prompt(1), method=drafter.name, width=width, **_dummy(2 * width + 4))
         for _ in range(3):
             events = self._engine.step()
             if any(event.drafts for event in events):

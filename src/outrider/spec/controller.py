@@ -26,6 +26,7 @@ CREDIT_SHARE = 0.012  # of the time may be lost by probes
 CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
 ENOUGH = 16  # verified chains of a drafter, before a decision to draft stands for more than a round
+MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 1.5  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
@@ -204,27 +205,44 @@ class WidthController:
         return True
 
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
-        """Let one request draft a token, if the credit pays for it and drafting could pay at all."""
+        """Let a few requests draft, if the credit pays for what that loses and drafting could pay at all."""
         num_jobs = len(batch.decode)
         if self.costs.num_rounds - self._probed < HOLD:
             return
         setting = self._setting(self._fed, num_jobs, free)
         hopeful = [Candidate(one.index, [1.0] * len(one.reach)) for one in candidates]
-        hope = choose_uniform(hopeful, setting, WIDTHS)
-        now_s = setting.seconds(0, ())
+        hope, now_s = choose_uniform(hopeful, setting, WIDTHS), setting.seconds(0, ())
         if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:
             return
-        index = min(free, key=lambda index: self._entry_s(batch.decode[index], free[index]))
-        job, name = batch.decode[index], free[index]
-        # what a single row costs drowns in noise: its share of many
-        row_s = max(setting.seconds(1, ()) - now_s, (setting.seconds(num_jobs, ()) - now_s) / num_jobs)
-        loss = row_s + self.costs.step_s(name, 1) + self._entry_s(job, name)
-        is_first = self.acceptance.num_verified(name) < 2 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
-        if loss <= self._credit or is_first:
-            self._credit = max(0.0, self._credit - loss)
-            self._widths, self._reason, self._left = {job.id: 1}, PROBE, 1
-            self._probed = self.costs.num_rounds
+        entries = {one.index: self._entry_s(batch.decode[one.index], free[one.index]) for one in candidates}
+        cheapest = sorted(candidates, key=lambda one: entries[one.index])[: max(1, num_jobs // 4)]
+        for candidate in cheapest:
+            job, name = batch.decode[candidate.index], free[candidate.index]
+            width, loss = self._probe_width(candidate, setting, now_s)
+            loss += entries[candidate.index]
+            is_first = self.acceptance.num_verified(name) < 2 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
+            if loss > self._credit and (self._widths or not is_first):
+                break
+            self._credit = max(0.0, self._credit - max(0.0, loss))
+            self._widths[job.id] = width
+            self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
             self.acceptance.age(name, self.costs.num_rounds)
+
+    def _probe_width(self, candidate: Candidate, setting: Setting, now_s: float) -> tuple[int, float]:
+        """The width that loses least for each token it verifies, and what it loses."""
+        best, num_jobs = (1, 0.0, float("inf")), setting.tokens
+        verified, tokens = 0.0, 0.0
+        for width, chance in enumerate(candidate.reach[:MOST_PROBED], 1):
+            verified += candidate.reach[width - 2] if width > 1 else 1.0
+            tokens += chance
+            # what a single row costs drowns in noise, so its share of a row for every request counts
+            rows_s = max(
+                setting.seconds(width, ()) - now_s, (setting.seconds(round(width * num_jobs), ()) - now_s) / num_jobs
+            )
+            loss = rows_s + setting.seconds(0, (1,) * width) - now_s - tokens * self._token_s
+            if loss / verified < best[2]:
+                best = (width, loss, loss / verified)
+        return best[0], best[1]
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each lookup proposal to verify. The rest is looked at when the target's tokens are known."""

@@ -134,7 +134,8 @@ class CostModel:
             self.curve.move(rows, seconds, 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
         expected = self.scale * self.curve(rows) + slopes
-        seconds = min(seconds, OUTLIER * expected)
+        if rows in self.curve.points:
+            seconds = min(seconds, OUTLIER * expected)
         # Compared with the first round of as many rows, not with the curve: that is moving, as the context is.
         change = seconds - self._first.setdefault(rows, seconds)
         self._by_context.add(context, change)
@@ -151,7 +152,7 @@ class CostModel:
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""
         expected = self.draft_s(drafter, requests_by_step)
-        if drafter not in self.steps or expected <= 0.0:
+        if drafter not in self.steps or expected <= 0.0 or self.trusts_new:
             units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
             self.steps[drafter] = seconds / (self.scale * units)
             return
