@@ -167,9 +167,8 @@ def test_a_sampled_token_cut_because_it_is_forbidden_would_break_the_law(monkeyp
 
     def cut_anything(self: Any, name: str, *rest: Any) -> Drafts:
         drafts = ask(self, name, *rest)
-        target, batch, members, _, _ = rest
+        target, jobs, _, _ = rest
         probs, drafts.probs = drafts.probs, None
-        jobs = [batch.decode[index] for index in members]
         counts = list(drafts.counts)
         router._cut(target, drafts, router._allowed(jobs, drafts))
         starts = np.cumsum(counts) - counts

@@ -177,7 +177,7 @@ def test_alone_in_a_batch_and_after_a_neighbour_left(
     """Also under `rejection`: seed, rule, width and drafter repeat the tokens, whoever shares the pass."""
     clock = VirtualClock()
     backend, drafter = MockBackend(config, clock=clock), draft_of(draft, config, clock)
-    engine = Engine.load(backend, draft=drafter, width=width, tree=tree, clock=clock)
+    engine = Engine.load(backend, draft=drafter, width=width, tree=tree, clock=clock, threaded=False)
     requests = [
         Request(prompt=[1, 0], sampling=SamplingParams(seed=seed, accept=rule, **shape), max_tokens=8, choice=choice)
         for choice, shape in enumerate(shapes)

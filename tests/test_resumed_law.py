@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,31 @@ from outrider.backends.mock import MockBackend
 from outrider.engine import snapshot
 from outrider.engine.engine import Engine
 from outrider.engine.snapshot import Snapshot
-from outrider.types import SamplingParams
+from outrider.types import Request, SamplingParams
 
 from cases import PROMPT, TARGET, repeatable_seeds
 from oracle import SIGNIFICANCE, joint_law, law_p_value
 
 LENGTH = 4
-GENERATIONS = 4_000
+GENERATIONS = 2_000
+BATCH = 100
 
 
 def resumed_outputs(count: int) -> list[list[int]]:
     """Answers of copies, resumed in the engine whose lookups have stored what the original said."""
-    outputs = []
-    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=LENGTH)
-    for number in range(count):
-        settings: dict[str, Any] = {"max_tokens": LENGTH, "tenant": str(number)}  # each has a memory of its own
-        engine.generate(PROMPT, **settings)  # so that the original is drafted for, and judged by its noise
-        stream = engine.stream(PROMPT, **settings)
+    outputs: list[list[int]] = []
+    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=LENGTH, max_batch=BATCH, threaded=False)
+    for first in range(0, count, BATCH):
+        tenants = [str(number) for number in range(first, first + BATCH)]  # each has a memory of its own
+        asked = [Request(prompt=PROMPT, max_tokens=LENGTH, tenant=tenant) for tenant in tenants]
+        # The originals are drafted for, and judged by their noise. One draft for all: others would hide each other.
+        engine.generate([replace(request, sampling=SamplingParams(temperature=0.0)) for request in asked])
+        originals = engine.open_streams(asked)
         taken = Snapshot.take("in memory", engine.loop.target, list(engine.loop.jobs.values()), engine.clock.now())
-        list(stream)
-        (copy,) = engine.resume(taken)
-        outputs.append([token for event in copy for token in event.tokens])
+        for stream in originals:
+            list(stream)
+        copies = engine.resume(taken)
+        outputs += [[token for event in copy for token in event.tokens] for copy in copies]
     return outputs
 
 
@@ -66,7 +71,7 @@ def continues_alike(path: Path, settings: dict[str, Any], draft: str) -> bool:
     """Whether a copy says what the original says, from half of the answer on."""
 
     def engine() -> Engine:
-        return Engine.load(MockBackend(TARGET), draft=draft, width=2)
+        return Engine.load(MockBackend(TARGET), draft=draft, width=2, threaded=False)
 
     whole = engine().generate(PROMPT, max_tokens=40, **settings)
     first = engine()
@@ -101,7 +106,7 @@ def test_mutation_new_noise_under_coupled(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_seeded_request_under_rejection_sees_no_other_text() -> None:
     """Its noise may have made that text."""
-    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=4)
+    engine = Engine.load(MockBackend(TARGET), draft="suffix", width=4, threaded=False)
     settings: dict[str, Any] = {"max_tokens": 12, "seed": 3, "accept": "rejection"}
     first = engine.generate(PROMPT, **settings)
     again = engine.generate(PROMPT, **settings)

@@ -52,10 +52,16 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def mocked(target: MockConfig = TARGET, draft: Any = None, **options: Any) -> Engine:
+def mocked(target: MockConfig = TARGET, draft: Any = None, *, threaded: bool = False, **options: Any) -> Engine:
     drafts = [MockBackend(DRAFT) if one == "model" else one for one in (draft if isinstance(draft, list) else [draft])]
     tokenizer = mock_tokenizer(target.vocab_size)
-    return Engine.load(MockBackend(target), draft=None if draft is None else drafts, tokenizer=tokenizer, **options)
+    return Engine.load(
+        MockBackend(target),
+        draft=None if draft is None else drafts,
+        tokenizer=tokenizer,
+        threaded=threaded,
+        **options,
+    )
 
 
 def cut(
@@ -191,7 +197,7 @@ def test_deadlines_keep_what_is_left_of_them(path: Path) -> None:
     def make() -> Engine:
         clock = VirtualClock()
         target = MockConfig(vocab_size=32, seed=7, seconds_per_pass=1.0)
-        return Engine.load(MockBackend(target, clock=clock), clock=clock)
+        return Engine.load(MockBackend(target, clock=clock), clock=clock, threaded=False)
 
     for steps in (0, 2):
         result = cut(make, [PROMPT], [{"max_tokens": 50, "seed": 1, "deadline_s": 6.5}], steps, path)[0]
@@ -201,7 +207,7 @@ def test_deadlines_keep_what_is_left_of_them(path: Path) -> None:
 def test_snapshots_while_others_drive(path: Path) -> None:
     """Between steps, from another thread: each is a point the answer really went through."""
     settings = {"max_tokens": 400, "seed": 3, "request_id": "one", "width": 2}
-    engine = mocked(draft="model")
+    engine = mocked(draft="model", threaded=True)
     whole: list[Result] = []
     thread = threading.Thread(target=lambda: whole.append(engine.generate(PROMPT, **settings)))
     thread.start()
@@ -250,7 +256,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_tiny_models(family: str, draft: str | None, models: Path, path: Path) -> None:
     model = models / f"{family}.gguf"
-    options: dict[str, Any] = {"context": 128, "draft": model if draft == "model" else draft}
+    options: dict[str, Any] = {"context": 128, "draft": model if draft == "model" else draft, "threaded": False}
     prompts = [" the hen", [7, 8, 9] * 9]
     settings: list[dict[str, Any]] = [
         {**GREEDY, "max_tokens": 30, "ignore_eos": True, "request_id": "a"},
@@ -266,8 +272,9 @@ def test_tiny_models(family: str, draft: str | None, models: Path, path: Path) -
 
 def test_transformers_models(models: Path, path: Path) -> None:
     settings = {**GREEDY, "max_tokens": 20, "request_id": "a"}
-    whole = Engine.load(models / "llama", backend="hf").generate([3, 4, 5], **settings)
-    resumed = cut(lambda: Engine.load(models / "llama", backend="hf"), [[3, 4, 5]], [settings], 4, path)
+    options: dict[str, Any] = {"backend": "hf", "threaded": False}
+    whole = Engine.load(models / "llama", **options).generate([3, 4, 5], **settings)
+    resumed = cut(lambda: Engine.load(models / "llama", **options), [[3, 4, 5]], [settings], 4, path)
     assert same(resumed[0], whole)
 
 
@@ -293,7 +300,7 @@ def test_another_model_or_architecture_is_refused(path: Path, models: Path) -> N
     ):
         mocked(MockConfig(vocab_size=40, seed=7, sharpness=2.0)).resume(path)
     assert engine.num_requests == 0
-    llama, mamba = (Engine.load(models / f"{family}.gguf") for family in ("llama", "mamba"))
+    llama, mamba = (Engine.load(models / f"{family}.gguf", threaded=False) for family in ("llama", "mamba"))
     stream = llama.stream([3, 4], max_tokens=5)
     next(stream)
     llama.snapshot(path)
@@ -328,7 +335,7 @@ def test_a_fingerprint_decides_and_not_the_name(path: Path) -> None:
     def engine(kind: type[MockBackend], name: str) -> Engine:
         target = kind(TARGET)
         object.__setattr__(target.info, "name", name)
-        return Engine.load(target, tokenizer=mock_tokenizer(32))
+        return Engine.load(target, tokenizer=mock_tokenizer(32), threaded=False)
 
     first = engine(Renamed, "a")
     stream = first.stream(PROMPT, max_tokens=20, seed=1)
@@ -466,7 +473,7 @@ from outrider import Engine
 from outrider.engine.snapshot import Snapshot
 
 path, kills = sys.argv[1], int(sys.argv[2])
-engine = Engine.load("mock")
+engine = Engine.load("mock", threaded=False)
 streams = [engine.stream(" the rider", max_tokens=4000, seed=seed) for seed in range(3)]
 dice, seen = random.Random(0), set()
 started = time.perf_counter()
@@ -496,7 +503,8 @@ def test_a_killed_writer_leaves_a_file_that_can_be_read(kills: int, path: Path) 
     out = subprocess.check_output([sys.executable, "-c", KILLED, str(path), str(kills)], text=True)
     hit, seen = map(int, out.split())  # writers that were killed in the middle, and different files they left
     assert kills < 200 or (hit and seen > 1), "nobody was killed at a bad moment"
-    assert [stream.request_id for stream in Engine.load("mock").resume(path)] == ["request-1", "request-2", "request-3"]
+    resumed = Engine.load("mock", threaded=False).resume(path)
+    assert [stream.request_id for stream in resumed] == ["request-1", "request-2", "request-3"]
 
 
 class Run(NamedTuple):
@@ -555,7 +563,7 @@ def test_commands_with_a_model_file(
 
 
 def test_a_file_of_several_answers(path: Path, outrider: Callable[..., Run]) -> None:
-    engine = Engine.load("mock")
+    engine = Engine.load("mock", threaded=False)
     streams = [engine.stream(" the rider", max_tokens=number, seed=number) for number in (12, 7)]
     for _ in range(2):
         engine.step()
