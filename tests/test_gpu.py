@@ -5,6 +5,7 @@ On a machine with a GPU `outrider bench gpu` checks the same kernels for real.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -235,7 +236,8 @@ def gpu_engine(model: RandomFile, counting: Counting) -> Engine:
     backend = GpuBackend(model, Pages(64, PAGE), device="cpu", dtype=torch.float32, kernels=counting)
     backend.ops = DeviceSampling(torch.device("cpu"))
     backend.ops.foresee = backend.foresee
-    return Engine(backend, [NgramDrafter()])
+    backend.info = replace(backend.info, prelaunch=True)
+    return Engine(backend, [NgramDrafter()], threaded=False)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "accept": "coupled"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from outrider.backends.cuda.eagle import HeadRoller
 from outrider.backends.cuda.head_chain import HeadChain
 from outrider.backends.cuda.measuring import MeasuredPasses
 from outrider.backends.cuda.sampling import DeviceSampling
+from outrider.clock import SystemClock
 from outrider.config import SchedulerConfig
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.suffix import SuffixDrafter
+from outrider.engine import profile as profiles
 from outrider.engine.engine import Engine
-from outrider.engine.pricing import measure, rehearse
+from outrider.engine.profile import profile
 from outrider.kv.pages import Pages
 from outrider.models.opening import open_model
 from sampling_twins import by_twins  # noqa: F401 - a fixture
@@ -41,6 +44,15 @@ def path(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_folder(model, tmp_path_factory.mktemp("target"))
 
 
+def as_on_a_gpu(path: Path) -> GpuBackend:
+    """On a CPU, but drawn, judged and queued as on a GPU."""
+    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
+    target.ops = DeviceSampling(torch.device("cpu"))
+    target.ops.foresee, target.ops.may_defer = target.foresee, True
+    target.info = replace(target.info, prelaunch=True)
+    return target
+
+
 def recorded(
     path: Path,
     head: Path,
@@ -54,9 +66,7 @@ def recorded(
 ) -> tuple[dict[tuple[int, ...], Any], Any]:
     """What was drafted behind which tokens, and the answers. known: the target has read the prompts before, without
     the head."""
-    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
-    target.ops = DeviceSampling(torch.device("cpu"))
-    target.ops.foresee, target.ops.may_defer = target.foresee, True
+    target = as_on_a_gpu(path)
     drafter = EagleDrafter.load(head, target)
     if not rolls:
         drafter._roller = None
@@ -82,7 +92,7 @@ def recorded(
 
     drafter._take_queued = watched_take  # type: ignore[method-assign]
     drafter.propose = watched  # type: ignore[method-assign]
-    engine = Engine(target, [drafter])
+    engine = Engine(target, [drafter], threaded=False)
     if known:
         engine.generate(prompts, max_tokens=2, width=0)
     answers = engine.generate(prompts, max_tokens=max_tokens, **settings)
@@ -127,38 +137,34 @@ def test_long_prompts_are_read_by_the_same_kernels(
 
 
 @pytest.mark.usefixtures("by_twins")
-def test_costs_of_a_head_are_measured_beforehand(
-    model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_head_are_measured(model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_head(tmp_path, "eagle3", model)
-    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
-    target.ops = DeviceSampling(torch.device("cpu"))
-    target.ops.foresee, target.ops.may_defer = target.foresee, True
-    drafter = EagleDrafter.load(tmp_path, target)
-    assert measure(target, [drafter], 4, 3) is None, "on a CPU there is nothing to learn"
+    target = as_on_a_gpu(path)
+    roller: Any = EagleDrafter.load(tmp_path, target)._roller
+    assert roller.roll_s(1, 2) is None, "on a CPU there is nothing to learn"
     monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
-    prices = measure(target, [drafter], 4, 3)
-    assert prices is not None and sorted(prices.drafts["eagle"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
-    assert all(seconds > 0.0 for seconds in prices.drafts["eagle"].values())
-    assert prices.longest == {"eagle": 3}, "longer chains, and trees, would be built in somebody's answer"
-    assert not target.pages.leases and drafter.draft_s(200, 1) is None and prices.reads["eagle"] > 0.0
-    hidden = {key[1] for key in target._programs}
-    assert hidden == {tuple(drafter.hidden)}, "passes are measured, and built, as the head needs them"
+    assert all(roller.roll_s(jobs, steps) > 0.0 for jobs, steps in ((1, 1), (1, 3), (4, 2)))
+    assert roller.read_s() > 0.0
+    assert roller.roll_s(200, 1) is None, "so many have no room"
+    assert not target.pages.leases
 
 
 @pytest.mark.usefixtures("by_twins")
-def test_nonsense_is_answered_before_anybody_asks(model: Any, path: Path, tmp_path: Path) -> None:
-    """What is built for a first answer is there, and nothing else is left of it."""
+def test_a_profile_builds_what_a_first_answer_needs(
+    model: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is left of it."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    for name, few in (("WARM_PROMPTS", (9, 20)), ("WARM_WIDTHS", (1, 3)), ("WARM_BATCHES", (1, 4))):
+        monkeypatch.setattr(profiles, name, few)
     save_head(tmp_path, "eagle3", model)
-    target = GpuBackend(open_model(path), Pages(64, 4), device="cpu", dtype=torch.float32)
-    target.ops = DeviceSampling(torch.device("cpu"))
-    target.ops.foresee, target.ops.may_defer = target.foresee, True
-    drafter = EagleDrafter.load(tmp_path, target)
-    suffix = SuffixDrafter()
-    rehearse(target, [drafter, suffix], SchedulerConfig())
+    target = as_on_a_gpu(path)
+    drafter, suffix = EagleDrafter.load(tmp_path, target), SuffixDrafter()
+    costs = profile(target, [drafter, suffix], SchedulerConfig(), SystemClock())
+    assert costs.is_known and costs.steps["eagle"] > 0.0
     roller: Any = drafter._roller
     assert roller._chains and roller._programs and not target.pages.leases and not drafter.seats
-    assert not any(suffix.past._texts), "who remembers answers does not hear these"
+    assert not any(suffix.past._texts), "a drafter that remembers answers does not see these"
 
 
 @pytest.mark.usefixtures("by_twins")

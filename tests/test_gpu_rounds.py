@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,20 @@ from outrider.config import ModelConfig
 from outrider.draft.layerskip import LayerSkipDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.draft.ngram import NgramDrafter
+from outrider.draft.run_ahead import Cores, RunAheadDrafter
 from outrider.draft.synthetic import Spoiling, SyntheticDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.pricing import measure as measure_prices
 from outrider.engine.runner import second_gpu
 from outrider.errors import OutriderError
 from outrider.kv.pages import Pages
 from outrider.models.random_file import SHAPES, RandomFile, build_shape
-from outrider.spec.controller import AdaptiveController
-from outrider.types import Drafts, Request, Scores
+from outrider.spec.controller import WidthController
+from outrider.types import Batch, Drafts, Request, Scores
 from rounds import REFERENCE, SETTINGS, Round, job
 from sampling_twins import by_twins  # noqa: F401 - a fixture
 
 from cases import Case, measure
+from conftest import drafter_of
 
 PAGE = 4
 TENSORS: dict[str, Any] = {"arrays": "torch", "draft_arrays": "torch"}
@@ -145,6 +147,7 @@ def on_device(model: RandomFile, pages: Pages) -> GpuBackend:
     backend = GpuBackend(model, pages, device="cpu", dtype=torch.float32)
     backend.ops = DeviceSampling(CPU)
     backend.ops.foresee, backend.ops.may_defer = backend.foresee, True
+    backend.info = replace(backend.info, prelaunch=True)
     return backend
 
 
@@ -157,7 +160,14 @@ def engines(model: RandomFile, method: str) -> tuple[Engine, Any]:
         drafter = ModelDrafter(on_device(model, pages), shares_slots=True)
         weights = drafter.backend.weights  # another model, which often agrees
         drafter.backend.weights = weights._replace(output=weights.output + 0.5 * noise(weights.output))
-    return Engine(target, [drafter]), drafter
+    return Engine(target, [drafter], threaded=False), drafter
+
+
+def running_ahead(target: GpuBackend, drafter: Any, run_ahead: Any) -> Engine:
+    """As `Engine.load` would build it."""
+    if run_ahead:
+        drafter = RunAheadDrafter(drafter, target.ops, always=run_ahead == "always", cores=Cores(None))
+    return Engine(target, [drafter], threaded=False)
 
 
 def check_draft(engine: Engine, drafter: Any) -> None:
@@ -244,8 +254,8 @@ def test_a_round_that_built_something_says_so(model: RandomFile, monkeypatch: py
     assert seen.pop() is True, "what is built for the next round delays this one"
     engine.step()
     assert seen.pop() is True, "and the next"
-    learned = engine.loop.width.controller._known.passes
-    assert stream and learned.samples(0, 99) == 2.0, "the others teach what passes cost, but for the prompt's"
+    learned = engine.loop.controller.costs.num_rounds
+    assert stream and learned == 2, "the others teach what passes cost, but for the prompt's"
 
 
 @pytest.mark.usefixtures("by_twins")
@@ -276,7 +286,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 def test_a_draft_that_is_asked_twice_in_a_round(model: RandomFile) -> None:
     """By one request first, by another after a lookup that found nothing."""
     engine, drafter = engines(model, "model")
-    engine = Engine(engine.loop.target, [drafter, NgramDrafter()])
+    engine = Engine(engine.loop.target, [drafter, NgramDrafter()], threaded=False)
     prompts = [[1, 2, 3, 4], [9, 8, 7]]
     wanted = plainly(engine, prompts, max_tokens=24, **GREEDY)
     requests = [
@@ -323,7 +333,7 @@ def test_what_cannot_be_queued_harms_nobody(
 def test_no_page_is_taken_on_the_draft_s_thread(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A narrow request goes as far as the widest: its room is taken before."""
     engine, drafter = engines(model, "model")
-    ahead = Engine(engine.loop.target, [drafter], run_ahead="always")
+    ahead = running_ahead(engine.loop.target, drafter, "always")
     take, threads = Pages._take, set()
     monkeypatch.setattr(Pages, "_take", lambda *args: (threads.add(threading.current_thread().name), take(*args))[1])
     requests = [
@@ -355,9 +365,9 @@ def test_running_ahead_of_the_verdict_changes_no_text(
     given = {"max_tokens": 24, "ignore_eos": True, "width": 3, **settings}
     engine, drafter = engines(model, "model")
     wanted = [result.token_ids for result in engine.generate(prompts, **given)]
-    ahead = Engine(engine.loop.target, [drafter], run_ahead="always")
+    ahead = running_ahead(engine.loop.target, drafter, "always")
     assert [result.token_ids for result in ahead.generate(prompts, **given)] == wanted
-    assert ahead.loop.ahead is not None and ahead.loop.ahead.overlap.fresh > 0
+    assert drafter_of(ahead).overlap.fresh > 0
 
 
 def test_a_synthetic_draft_hands_over_no_rows_that_its_tokens_were_not_drawn_from() -> None:
@@ -375,7 +385,7 @@ def test_a_synthetic_draft_rolls(model: RandomFile, monkeypatch: pytest.MonkeyPa
     pages = Pages(256, PAGE)
     target, draft = on_device(RandomFile("tiny-untied:counting"), pages), on_device(model, pages)
     drafter = SyntheticDrafter(draft, 0.8, shares_slots=True)
-    engine = Engine(target, [drafter])
+    engine = Engine(target, [drafter], threaded=False)
     prompts = [[3, 4, 5], [50, 51]]
     results = engine.generate(prompts, width=3, max_tokens=120, temperature=0.0, ignore_eos=True)
     for prompt, result in zip(prompts, results, strict=True):
@@ -400,19 +410,15 @@ def test_what_is_measured_must_fit(model: RandomFile, target: str, draft: str, m
 
 
 @pytest.mark.usefixtures("by_twins")
-def test_costs_are_measured_beforehand(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_and_steps_are_measured(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(40, PAGE)
     target, other = on_device(model, pages), on_device(model, pages)
-    drafters = [ModelDrafter(other, shares_slots=True)]
-    assert measure_prices(target, drafters, 4, 3) is None, "on a CPU there is nothing to learn"
+    assert target.pass_s(1, 1) is None and other.roll_s(1, 2) is None, "on a CPU there is nothing to learn"
     monkeypatch.setattr(MeasuredPasses, "measures_cpu", True)
-    prices = measure_prices(target, drafters, 4, 3)
-    assert prices is not None and list(prices.passes) == [1, 2, 3, 4, 6, 8, 16]
-    assert sorted(prices.drafts["model"]) == [(1, 1), (1, 2), (1, 3), (4, 1), (4, 3)]
-    assert all(seconds > 0.0 for seconds in (*prices.passes.values(), *prices.drafts["model"].values()))
-    assert measure_prices(target, [LayerSkipDrafter(target.view(1))], 4, 3) is None, "its rounds are not queued"
-    assert not pages.leases and target.pass_s(200, 1) is None, "nothing is left open, not even where there is no room"
-    assert measure_prices(target, [NgramDrafter()], 4, 3) is None, "lookups have no price of their own"
+    assert all(target.pass_s(jobs, rows) > 0.0 for jobs, rows in ((1, 1), (1, 4), (4, 4)))
+    assert all(other.roll_s(jobs, steps) > 0.0 for jobs, steps in ((1, 1), (1, 3), (4, 3)))
+    assert target.pass_s(200, 1) is None and other.roll_s(200, 1) is None
+    assert not pages.leases, "nothing is left open, not even where there is no room"
 
 
 @pytest.mark.usefixtures("by_twins")
@@ -423,7 +429,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
     def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead: Any = False) -> Engine:
         pages = Pages(600, PAGE)
         target, other = on_device(RandomFile(f"{shape}:counting"), pages), on_device(RandomFile(draft), pages)
-        return Engine(target, [SyntheticDrafter(other, 0.8, shares_slots=True)], run_ahead=run_ahead)
+        return running_ahead(target, SyntheticDrafter(other, 0.8, shares_slots=True), run_ahead)
 
     monkeypatch.setattr(gpu_rounds, "load", load)
     monkeypatch.setattr(gpu_rounds, "MOST", 3)
@@ -455,15 +461,14 @@ def test_widths_that_change_all_the_time(
     SHAPES["tiny-untied"] = build_shape("llama", 2, 32, (4, 2, 8), 48, 60, context=512)
     random = np.random.default_rng(seed)
 
-    def decide(self: Any, now: Any) -> None:
-        for place, offers in now.views:
-            self._ask(place, {offer.drafter: int(random.choice((0, 0, 1, 2, 3, 5))) for offer in offers}, {}, "chance")
-        self._left, self._pays = int(random.choice((0, 0, 1, 2, 4))), bool(random.random() < 0.5)
+    def decide(self: Any, batch: Batch, free: Any) -> None:
+        self._widths = {batch.decode[index].id: int(random.choice((0, 0, 1, 2, 3, 5))) for index in free}
+        self._left, self._is_drafting = int(random.choice((0, 0, 1, 2, 4))), bool(random.random() < 0.5)
 
-    monkeypatch.setattr(AdaptiveController, "_decide", decide)
+    monkeypatch.setattr(WidthController, "_decide", decide)
     pages = Pages(600, PAGE)
     target, other = on_device(RandomFile("tiny-untied:counting"), pages), on_device(RandomFile("tiny"), pages)
-    engine = Engine(target, [SyntheticDrafter(other, 0.8, shares_slots=True)], run_ahead=run_ahead)
+    engine = running_ahead(target, SyntheticDrafter(other, 0.8, shares_slots=True), run_ahead)
     for batch in (1, 3, 2):
         prompts = [random.integers(0, 60, random.choice((1, 8, 20))).tolist() for _ in range(batch)]
         results = engine.generate(prompts, max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -18,7 +18,7 @@ from cases import PROMPT, TARGET, repeatable_seeds
 from oracle import SIGNIFICANCE, joint_law, law_p_value
 
 LENGTH = 4
-GENERATIONS = 2_000
+GENERATIONS = 1_000
 BATCH = 100
 
 
