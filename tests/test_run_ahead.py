@@ -17,12 +17,15 @@ from outrider.backends.mock import MockBackend
 from outrider.backends.paged_mock import PagedMock
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig, SchedulerConfig, SpeculationConfig
+from outrider.draft.base import Drafter
 from outrider.draft.model import ModelDrafter
-from outrider.engine.ahead import Payoff, RunAhead, Tag
+from outrider.draft.run_ahead import Payoff, Ready, RunAheadDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, DraftError
 from outrider.kv.pages import Pages
-from outrider.types import Drafts, FinishReason, Request, SamplingParams, Scores
+from outrider.types import Drafts, FinishReason, Job, Request, SamplingParams, Scores
+
+from conftest import drafter_of
 
 TARGET = MockConfig(vocab_size=8, seed=3, sharpness=3.0)
 DRAFT = MockConfig(vocab_size=8, seed=3, sharpness=3.0, drift=0.3)
@@ -37,7 +40,10 @@ def make(*, width: int | None = 3, paged: bool = False, run_ahead: Any = "always
         drafter = ModelDrafter(PagedMock(DRAFT, pages), shares_slots=True)
     else:
         target, drafter = MockBackend(TARGET), ModelDrafter(MockBackend(DRAFT))
-    return Engine(target, [drafter], scheduling=config, speculation=speculation, run_ahead=run_ahead)
+    drafters: list[Drafter] = [drafter]
+    if run_ahead:
+        drafters = [RunAheadDrafter(drafter, target.ops, always=run_ahead == "always")]
+    return Engine(target, drafters, scheduling=config, speculation=speculation, threaded=False)
 
 
 def requests(count: int, **sampling: Any) -> list[Request]:
@@ -58,13 +64,12 @@ def requests(count: int, **sampling: Any) -> list[Request]:
 )
 def test_answers_are_those_of_plain_decoding(paged: bool, width: int | None, sampling: dict[str, Any]) -> None:
     asked = requests(5, **sampling)
-    plain = Engine(MockBackend(TARGET)).generate(asked)
+    plain = Engine(MockBackend(TARGET), threaded=False).generate(asked)
     with make(width=width, paged=paged) as engine:
         ours = engine.generate(asked)
         assert [result.token_ids for result in ours] == [result.token_ids for result in plain]
         if width is not None:
-            assert engine.loop.ahead is not None and engine.loop.ahead.overlap.fresh > 0
-            assert engine.loop.ahead.overlap.stale > 0
+            assert drafter_of(engine).overlap.fresh > 0 and drafter_of(engine).overlap.stale > 0
 
 
 @given(
@@ -80,7 +85,7 @@ def test_any_batch(seeds: list[int], width: int, lengths: list[int], paged: bool
         Request(prompt=[1 + seed % 7], sampling=SamplingParams(seed=seed), max_tokens=length, stop_ids=(seed % 8,))
         for seed, length in zip(seeds, lengths, strict=False)
     ]
-    plain = Engine(MockBackend(TARGET)).generate(asked)
+    plain = Engine(MockBackend(TARGET), threaded=False).generate(asked)
     with make(width=width, paged=paged, max_batch=max_batch) as engine:
         assert [r.token_ids for r in engine.generate(asked)] == [r.token_ids for r in plain]
 
@@ -95,50 +100,49 @@ def test_the_same_proposals_as_in_order() -> None:
             assert ours.statistics.accepted == theirs.statistics.accepted
 
 
-def stale_proposals_judged(monkeypatch: pytest.MonkeyPatch) -> int:
+def num_stale_proposals_verified(monkeypatch: pytest.MonkeyPatch) -> int:
     """Rounds whose proposal had been drafted behind other tokens than the job's."""
     made: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     wrong = 0
-    keep, take = RunAhead._keep, RunAhead.take
+    draft, take = RunAheadDrafter._draft, RunAheadDrafter._take
 
-    def spy_keep(self: RunAhead, flight: Any, drafts: Drafts) -> None:
-        for assumed, tokens in zip(flight.copies, drafts.proposals(), strict=True):
+    def spy_draft(self: RunAheadDrafter, jobs: list[Job], *given: Any) -> Any:
+        drafts, seconds = draft(self, jobs, *given)
+        for assumed, tokens in zip(jobs, drafts.proposals(), strict=True):
             if len(tokens) > 1:
                 made.setdefault(tuple(tokens[1:]), []).append((assumed.id, *assumed.tokens, tokens[0]))
-        keep(self, flight, drafts)
+        return drafts, seconds
 
-    def spy_take(self: RunAhead, plan: Any) -> Any:
+    def spy_take(self: RunAheadDrafter, job: Job, *given: Any) -> Ready | None:
         nonlocal wrong
-        parts = take(self, batch)
-        for members, drafts in parts:
-            for index, tokens in zip(members, drafts.proposals(), strict=True):
-                job = batch.decode[index]
-                wrong += (job.id, *job.tokens) not in made[tuple(tokens)]
-        return parts
+        ready = take(self, job, *given)
+        if ready is not None:
+            wrong += (job.id, *job.tokens) not in made[tuple(ready.tokens)]
+        return ready
 
-    monkeypatch.setattr(RunAhead, "_keep", spy_keep)
-    monkeypatch.setattr(RunAhead, "take", spy_take)
+    monkeypatch.setattr(RunAheadDrafter, "_draft", spy_draft)
+    monkeypatch.setattr(RunAheadDrafter, "_take", spy_take)
     with make() as engine:
         engine.generate(requests(4, accept="coupled"))
-        assert engine.loop.ahead is not None and engine.loop.ahead.overlap.fresh > 5
+        assert drafter_of(engine).overlap.fresh > 5
     return wrong
 
 
-def test_stale_proposals_are_never_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stale_proposals_judged(monkeypatch) == 0
+def test_stale_proposals_are_never_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_stale_proposals_verified(monkeypatch) == 0
 
 
 @pytest.mark.blind
-def test_without_the_tag_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunAhead, "is_fresh", lambda self, ready, job: True)
-    assert stale_proposals_judged(monkeypatch) > 0
+def test_without_a_look_at_the_tokens_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ready, "is_fresh", lambda self, job: True)
+    assert num_stale_proposals_verified(monkeypatch) > 0
 
 
 @pytest.mark.blind
-def test_without_the_epoch_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length alone does not tell: a refused draft and the token that replaced it are as long."""
-    monkeypatch.setattr(RunAhead, "is_fresh", lambda self, ready, job: ready.tag[:2] == Tag.of(job)[:2])
-    assert stale_proposals_judged(monkeypatch) > 0
+def test_the_length_alone_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected draft and the token that replaced it are as long."""
+    monkeypatch.setattr(Ready, "is_fresh", lambda self, job: len(job.tokens) - self.start == len(self.expected))
+    assert num_stale_proposals_verified(monkeypatch) > 0
 
 
 def test_an_error_of_the_draft_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +159,9 @@ def test_an_error_of_the_draft_reaches_the_caller(monkeypatch: pytest.MonkeyPatc
 
 def test_cancelling_ends_within_a_round() -> None:
     slow = MockConfig(vocab_size=8, seed=3, seconds_per_pass=0.02)
-    with Engine(
-        MockBackend(slow), [ModelDrafter(MockBackend(slow))], speculation=SpeculationConfig(width=4), run_ahead="always"
-    ) as engine:
+    target = MockBackend(slow)
+    drafter = RunAheadDrafter(ModelDrafter(MockBackend(slow)), target.ops, always=True)
+    with Engine(target, [drafter], speculation=SpeculationConfig(width=4)) as engine:
         stream = engine.stream([1, 2], max_tokens=500, temperature=0.0)
         next(stream)
         threading.Timer(0.05, stream.cancel).start()
@@ -196,14 +200,15 @@ def test_plain_rounds_are_learned_from_while_run_ahead_is_tried() -> None:
             return super().score(spans, hidden)
 
     clock = VirtualClock()
-    with Engine(Slow(clock, 0.01), [ModelDrafter(Slow(clock, 0.0005))], clock=clock, run_ahead=True) as engine:
-        assert engine.loop.ahead is not None
+    target = Slow(clock, 0.01)
+    drafter = RunAheadDrafter(ModelDrafter(Slow(clock, 0.0005)), target.ops, now=clock.now)
+    with Engine(target, [drafter], clock=clock, threaded=False) as engine:
         settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
         for _ in range(20):  # batches of two: what one row costs is not known by them
             engine.generate([[1] * 8, [2] * 8], width=4, max_tokens=17, **settings)
-            if engine.loop.ahead.payoff.is_trying:
+            if drafter.payoff.is_trying:
                 break
-        assert engine.loop.ahead.payoff.is_trying
+        assert drafter.payoff.is_trying
         started = clock.now()
         engine.generate([3] * 8, max_tokens=400, **settings)
         assert 400 / (clock.now() - started) > 300, "plain decoding gives 98 tokens a second"
@@ -212,3 +217,9 @@ def test_plain_rounds_are_learned_from_while_run_ahead_is_tried() -> None:
 def test_only_models_run_ahead() -> None:
     with pytest.raises(ConfigError, match="run_ahead needs a draft model; ngram does not draft ahead"):
         Engine.load(MockBackend(TARGET), draft="ngram", run_ahead=True)
+
+
+def test_the_engine_builds_it_around_models_only() -> None:
+    with Engine.load(MockBackend(TARGET), draft=["ngram", MockBackend(DRAFT)], width=2, run_ahead=True) as engine:
+        kinds = {name: isinstance(one, RunAheadDrafter) for name, one in engine.loop.router.drafters.items()}
+        assert kinds["model"] and not kinds["ngram"]
