@@ -31,6 +31,7 @@ from sampling_twins import by_twins  # noqa: F401 - a fixture
 import tiny
 from tiny_heads import EAGLE, EAGLE3, save_head
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 77, 2, 40, 8, 19, 33, 61, 4, 90], [7, 7, 3]]
 
 

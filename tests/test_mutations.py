@@ -19,15 +19,16 @@ from outrider.backends.mock import MockBackend
 from outrider.draft import model as draft_model
 from outrider.draft.model import ModelDrafter, Seat
 from outrider.engine import loop
-from outrider.engine.loop import Loop
 from outrider.errors import BackendError
 from outrider.sampling import accept, ops
 from outrider.sampling.branch import Children, DraftRows
 from outrider.sampling.noise import Noise
 from outrider.sampling.tree import TreeLayout, build_tree_layout, reject_tree
 from outrider.sampling.warp import softmax
+from outrider.sched.policies import Policy
+from outrider.sched.sequences import Sequences
 from outrider.spec import round as spec_round
-from outrider.types import Drafts, Job, Batch, Scores, Slot
+from outrider.types import Batch, Drafts, Job, Scores, Slot
 
 from cases import PROMPT, TARGET, Case, measure
 from oracle import SIGNIFICANCE
@@ -155,16 +156,16 @@ def test_trap_5_new_tokens_never_reach_the_draft(monkeypatch: Patch) -> None:
 @pytest.mark.blind
 def test_trap_5_a_checkpoint_of_an_earlier_request(monkeypatch: Patch) -> None:
     def mutate(patch: Patch) -> None:
-        admit = Loop._admit
+        begin = Sequences.open
 
-        def restore(self: Loop) -> None:
-            before = set(self.scheduler.running)
-            admit(self)
-            for job in set(self.scheduler.running) - before:
-                job.slot = self.target.load({"tokens": [2, *PROMPT[1:-1]]})
+        def restore(self: Sequences, job: Job, policy: Policy) -> bool:
+            has_room = begin(self, job, policy)
+            if has_room:
+                job.slot = self._target.load({"tokens": [2, *PROMPT[1:-1]]})
                 job.cached = len(PROMPT) - 1
+            return has_room
 
-        patch.setattr(Loop, "_admit", restore)
+        patch.setattr(Sequences, "open", restore)
 
     assert is_seen(Case("plain", draft="none", width=0), mutate, monkeypatch)
 
@@ -229,7 +230,7 @@ def test_trap_7_one_pass_a_round(width: int) -> None:
 
 @pytest.mark.blind
 def test_trap_7_token_by_token_verification_is_seen(monkeypatch: Patch) -> None:
-    def slowly(self: MockBackend, spans: Any) -> Scores:
+    def slowly(self: MockBackend, spans: Any, hidden: Any = ()) -> Scores:
         rows, at = [], 0
         for slot, start, count, wanted in zip(spans.slots, spans.starts, spans.counts, spans.rows, strict=True):
             for place in range(count):

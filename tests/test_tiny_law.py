@@ -142,7 +142,12 @@ TREE = Tiny(width=8, tree=True)
 
 def engine_for(draft: str, folder: Path, **settings: Any) -> Engine:
     return Engine.load(
-        folder / "target", draft=written(draft, folder), cache_tokens=BATCH * 48, max_batch=BATCH, **settings
+        folder / "target",
+        draft=written(draft, folder),
+        cache_tokens=BATCH * 48,
+        max_batch=BATCH,
+        threaded=False,
+        **settings,
     )
 
 

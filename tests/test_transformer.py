@@ -366,7 +366,9 @@ def test_the_law_of_speculation_on_a_real_model(files: Path) -> None:
     prompts = [text(length, seed=length) for length in (5, 33, 12)]
     settings = {"max_tokens": 40, "ignore_eos": True}
     plain = Engine.load(files / "target", cache_tokens=2000)
-    engine = Engine.load(files / "target", draft=files / "draft", width=4, prefill_chunk=16, cache_tokens=2000)
+    engine = Engine.load(
+        files / "target", draft=files / "draft", width=4, prefill_chunk=16, cache_tokens=2000, threaded=False
+    )
     assert drafter_of(engine).shares_slots
     dense = [load(files / name) for name in ("target", "draft")]
     step, num_compared = engine.step, 0
