@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from math import sqrt
 
 from outrider.draft.base import DrafterInfo
 
@@ -49,8 +50,11 @@ class Positions:
                 self.kept[position] *= kept_share
                 self.verified[position] *= kept_share
 
-    def mean(self, position: int, guess: float, strength: float) -> float:
-        return (self.kept[position] + guess * strength) / (self.verified[position] + strength)
+    def mean(self, position: int, guess: float, strength: float, doubt: float = 0.0) -> float:
+        """The expected acceptance at a position. doubt: standard deviations that it may well be better by."""
+        weight = self.verified[position] + strength
+        mean = (self.kept[position] + guess * strength) / weight
+        return mean if not doubt else min(1.0, mean + doubt * sqrt(mean * (1.0 - mean) / weight))
 
 
 class Acceptance:
@@ -59,14 +63,25 @@ class Acceptance:
     def __init__(self, drafters: Iterable[DrafterInfo]) -> None:
         self._priors = {info.name: _conditional(info.prior) for info in drafters}
         self._pools: dict[tuple[str, int], Positions] = {}
+        self._long_run: dict[tuple[str, int], Positions] = {}  # the same, without ageing: what the pool returns to
         self._num_verified: dict[str, int] = {}
         self._aged: dict[str, int] = {}  # drafter -> the round in which its evidence was last aged
         self._own: dict[int, dict[tuple[str, int], Positions]] = {}  # by job id
 
-    def reach(self, job_id: int, drafter: str, width: int, *, alone: bool, matched: int | None = None) -> list[float]:
+    def reach(
+        self,
+        job_id: int,
+        drafter: str,
+        width: int,
+        *,
+        alone: bool,
+        matched: int | None = None,
+        doubt: float = 0.0,
+    ) -> list[float]:
         """For each position the probability that a chain is kept up to and including it.
 
         alone: whether the request decodes alone. matched: of a lookup, the tokens that match before the proposal.
+        doubt: standard deviations by which the request may well be better than expected.
         """
         width = min(width, DEPTH)
         key = (drafter, _match_class(matched))
@@ -77,7 +92,7 @@ class Acceptance:
         for position, mean in enumerate(means):
             if own is not None:  # later positions are like the pool's and like the request's earlier ones
                 guess = mean if before is None else 0.5 * (mean + before)
-                mean = before = own.mean(position, guess, strength)
+                mean = before = own.mean(position, guess, strength, doubt)
             reached *= mean
             chances.append(reached)
         return chances
@@ -90,6 +105,10 @@ class Acceptance:
         if pool is None:
             pool = self._pools[key] = Positions()
         pool.add(accepted, drafted, POOL_DECAY)
+        long_run = self._long_run.get(key)
+        if long_run is None:
+            long_run = self._long_run[key] = Positions()
+        long_run.add(accepted, drafted, POOL_DECAY)
         if job_id is None:
             return
         records = self._own.setdefault(job_id, {})
@@ -120,13 +139,15 @@ class Acceptance:
         return job_id in self._own
 
     def _pool_means(self, drafter: str, key: tuple[str, int], width: int) -> list[float]:
-        pool, prior = self._pools.get(key), self._priors.get(drafter, ())
+        pool, long_run, prior = self._pools.get(key), self._long_run.get(key), self._priors.get(drafter, ())
         strength = PRIOR_STRENGTH if prior else POOL_STRENGTH
         first = prior[0] if prior else FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
         means: list[float] = []
         for position in range(width):
             guess = prior[position] if position < len(prior) else means[-1] if means else first
-            means.append(guess if pool is None else pool.mean(position, guess, strength))
+            if pool is not None and long_run is not None:
+                guess = pool.mean(position, long_run.mean(position, guess, strength), strength)
+            means.append(guess)
         return means
 
 

@@ -26,6 +26,9 @@ CREDIT_SHARE = 0.012  # of the time may be lost by probes
 CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
 ENOUGH = 16  # verified chains of a drafter, before a decision to draft stands for more than a round
+LONGEST_GAP = 64  # rounds between two probes
+HORIZON = 128  # tokens of each answer that catching up must be repaid within
+DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better by than it looks
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 1.5  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
@@ -33,6 +36,7 @@ TREE_LEVEL = 4  # nodes of a tree for each token of depth
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
 
 PAYS = "drafting pays: about "
+DOUBT = "drafting may pay: too little was seen to stop"
 PROBE = "probing whether drafting pays"
 MEASURE = "measuring plain decoding"
 LOOKUP = "lookups are verified as far as that pays"
@@ -77,6 +81,7 @@ class WidthController:
         self._context = 0
         self._is_drafting = False  # because it pays, not as a probe
         self._probed = -HOLD  # the round of the last probe
+        self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
         self._credit = 0.0  # seconds that probes may lose
         self._bad_rounds = 0
 
@@ -145,6 +150,11 @@ class WidthController:
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
         pays = bool(best.widths) and ratio >= (1.0 if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
+        doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
+        if doubted is not None:
+            self._widths = {batch.decode[index].id: width for index, width in doubted.items()}
+            self._reason, self._is_drafting = DOUBT, True
+            return
         if pays:
             self._token_s = best.seconds / best.tokens
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
@@ -160,6 +170,34 @@ class WidthController:
                 self._left = 1  # little is known: look again at once
         else:
             self._probe(batch, free, candidates)
+
+    def _candidates(self, batch: Batch, free: Mapping[int, str], doubt: float = 0.0) -> list[Candidate]:
+        alone = len(batch.decode) == 1
+        return [
+            Candidate(
+                index,
+                self.acceptance.reach(batch.decode[index].id, name, batch.room[index], alone=alone, doubt=doubt),
+            )
+            for index, name in free.items()
+        ]
+
+    def _in_doubt(
+        self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate], setting: Setting
+    ) -> dict[int, int] | None:
+        """Widths to go on with, where drafting would pay if requests were as good as they may well be, and the credit
+        pays for what is lost if they are not. Stopping for a few bad rounds would cost more: catching up again."""
+        if any(self._entry_s(batch.decode[index], name) for index, name in free.items()):
+            return None
+        plain_s = setting.seconds(0, ())
+        hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
+        if not hoped.widths or hoped.tokens / hoped.seconds * plain_s / setting.tokens < GAIN:
+            return None
+        expected = setting.tokens + sum([sum(one.reach[: hoped.widths.get(one.index, 0)]) for one in candidates])
+        loss = HOLD * max(0.0, hoped.seconds - expected * plain_s / setting.tokens)
+        if loss > self._credit:
+            return None
+        self._credit -= loss
+        return dict(hoped.widths)
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
         """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
@@ -185,16 +223,22 @@ class WidthController:
 
     def _repays(self, batch: Batch, free: Mapping[int, str], best: Choice, ratio: float) -> bool:
         """Whether the rest of the answers gains more than it costs drafters to catch up."""
-        entry_s = sum([self._entry_s(batch.decode[index], free[index]) for index in best.widths])
+        unread = sum([self._unread_tokens(batch.decode[index]) for index in best.widths])
+        entry_s = max([self.costs.read_s(free[index], unread) for index in best.widths]) if unread else 0.0
         if entry_s == 0.0:
             return True
-        left = sum([job.limit - len(job.tokens) for job in batch.decode])
+        left = sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
         return left * self._token_s * (1.0 - 1.0 / ratio) > REPAY * entry_s
 
     def _entry_s(self, job: Job, drafter: str) -> float:
         """Seconds to read what the drafter has not seen of the job. A few tokens are part of every proposal."""
-        unread = self._unread.get(job.id, len(job.tokens) - 1)
-        return self.costs.read_s(drafter, unread) if unread > 2 else 0.0
+        unread = self._unread_tokens(job)
+        return self.costs.read_s(drafter, unread) if unread else 0.0
+
+    def _unread_tokens(self, job: Job) -> int:
+        """Tokens of the job that its drafter has not read; a few are part of every proposal, and do not count."""
+        unread = self._unread.get(job.id, job.num_prompt - 1)
+        return unread if unread > 2 else 0
 
     def _is_plain_due(self, rows: int, ratio: float, plain_s: float) -> bool:
         """Whether a plain round is due, and the credit pays for what it loses."""
@@ -207,7 +251,7 @@ class WidthController:
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
         """Let a few requests draft, if the credit pays for what that loses and drafting could pay at all."""
         num_jobs = len(batch.decode)
-        if self.costs.num_rounds - self._probed < HOLD:
+        if self.costs.num_rounds - self._probed < self._probe_gap:
             return
         setting = self._setting(self._fed, num_jobs, free)
         hopeful = [Candidate(one.index, [1.0] * len(one.reach)) for one in candidates]
@@ -220,12 +264,14 @@ class WidthController:
             job, name = batch.decode[candidate.index], free[candidate.index]
             width, loss = self._probe_width(candidate, setting, now_s)
             loss += entries[candidate.index]
-            is_first = self.acceptance.num_verified(name) < 2 and loss < 0.02 * now_s * (job.limit - len(job.tokens))
-            if loss > self._credit and (self._widths or not is_first):
+            # An answer that has long to go lends the credit what its rest will earn.
+            if loss > self._credit + CREDIT_SHARE * self._token_s * (job.limit - len(job.tokens)):
                 break
-            self._credit = max(0.0, self._credit - max(0.0, loss))
+            self._credit -= max(0.0, loss)
             self._widths[job.id] = width
-            self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
+            if self._probed < self.costs.num_rounds:
+                self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
+                self._probe_gap = min(2 * self._probe_gap, LONGEST_GAP)
             self.acceptance.age(name, self.costs.num_rounds)
 
     def _probe_width(self, candidate: Candidate, setting: Setting, now_s: float) -> tuple[int, float]:
@@ -298,6 +344,7 @@ class WidthController:
                 self._unread[job.id] = 0 if self._computing(job) in job.wanted else unread
         if drafted_any:
             self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
+            self._probe_gap = HOLD if kept_any else self._probe_gap
             if self._bad_rounds >= BAD_ROUNDS:
                 self._bad_rounds = self._left = 0
         self._found.clear()
@@ -320,8 +367,8 @@ class WidthController:
             if name in self._lookups:
                 continue
             steps = _requests_by_step(outcomes, name)
-            unread = sum([self._unread.get(job.id, job.num_prompt) for job in batch.decode if name in job.wanted])
-            if unread > 2 * len(batch.decode):
+            unread = sum([self._unread_tokens(job) for job in batch.decode if name in job.wanted and job.width is None])
+            if unread:
                 self.costs.observe_read(name, unread, seconds - self.costs.draft_s(name, steps))
             elif steps and not drafts.parents:
                 self.costs.observe_draft(name, steps, seconds)

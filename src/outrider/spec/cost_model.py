@@ -88,7 +88,7 @@ class CostModel:
         """points: seconds of a pass by rows. steps: seconds of one draft step of a single request, by drafter."""
         self.curve = Curve(points)
         self.steps = dict(steps or {})
-        self.reads: dict[str, float] = {}  # seconds to read one token, by drafter, once that was seen
+        self.reads: dict[str, float] = {}  # what reading takes, as a share of a draft step of as many rows
         self.scale = 1.0
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
@@ -117,10 +117,8 @@ class CostModel:
         return sum([self.step_s(drafter, requests) for requests in requests_by_step])
 
     def read_s(self, drafter: str, tokens: int) -> float:
-        """Reading so many tokens that the drafter has not seen."""
-        if drafter in self.reads:
-            return self.scale * self.reads[drafter] * tokens
-        return self.step_s(drafter, 1) * self.curve(tokens) / self.curve(1)
+        """Reading so many tokens that the drafter has not seen: at first, a draft step of so many rows."""
+        return self.reads.get(drafter, 1.0) * self.step_s(drafter, tokens)
 
     def rounds_since(self, rows: int) -> int:
         """Rounds since a pass of so many rows was measured."""
@@ -161,9 +159,10 @@ class CostModel:
 
     def observe_read(self, drafter: str, tokens: int, seconds: float) -> None:
         """Catching up on so many tokens took so long."""
-        each = max(0.0, seconds) / (tokens * self.scale)
-        before = self.reads.get(drafter, each)
-        self.reads[drafter] = before + 0.5 * (each - before)
+        expected = self.step_s(drafter, tokens)
+        if expected > 0.0:
+            before = self.reads.get(drafter, 1.0)
+            self.reads[drafter] = before + 0.5 * (max(0.0, seconds) / expected - before)
 
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
