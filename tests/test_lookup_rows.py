@@ -10,32 +10,32 @@ import pytest
 
 from outrider.backends.mock import MockBackend
 from outrider.clock import VirtualClock
-from outrider.config import MockConfig, NgramConfig
+from outrider.config import MockConfig
+from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import ScriptedDrafter
 from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import DraftError
-from outrider.spec.lookups import Lookups, Odds, Trust, hits_of, worthwhile
+from outrider.spec.controller import WidthController
+from outrider.spec.cost_model import CostModel
 from outrider.spec.router import Router
-from outrider.types import Ask, Drafts, Job, Batch
-from test_sampling import job
+from outrider.types import Ask, Batch, Drafts, Job
+from rounds import job
 
 GREEDY = {"temperature": 0.0}
 LOOKUPS = [NgramDrafter, SuffixDrafter]
 
 
 class Counting(NgramDrafter):
-    """Knows how often it was asked, and for how much. Being asked may take time."""
+    """Knows for how many tokens it was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.widths: list[int] = []
-        self.clock, self.seconds = VirtualClock(), 0.0
 
     def propose(self, jobs: Sequence[Job], widths: Sequence[int], trees: Sequence[bool]) -> Drafts:
         self.widths += widths
-        self.clock.sleep(self.seconds)
         return super().propose(jobs, widths, trees)
 
 
@@ -43,7 +43,7 @@ def engine(*drafters: object, per_token: float, order: int | None = None) -> Eng
     """Lookups take no time; a pass takes a second, and so many more for every token in it."""
     clock = VirtualClock()
     config = MockConfig(vocab_size=8, seed=3, order=order, seconds_per_pass=1.0, seconds_per_token=per_token)
-    return Engine(MockBackend(config, clock=clock), drafters, clock=clock)
+    return Engine(MockBackend(config, clock=clock), drafters, clock=clock, threaded=False)
 
 
 def seconds(ours: Engine, **settings: object) -> float:
@@ -52,59 +52,54 @@ def seconds(ours: Engine, **settings: object) -> float:
     return ours.clock.now() - started
 
 
-def test_a_place_teaches_only_if_all_before_it_were_right() -> None:
-    assert hits_of([5, 6], [7, 6]) == [False]
-    assert hits_of([5, 6, 7], [5, 6, 8, 9]) == [True, True, False]
-    assert hits_of([5, 6, 7], [5]) == [True], "what was cut off teaches as far as the target's own token goes"
+def looking_up(row_s: float, *found: tuple[int, int], rests: bool = True) -> list[int]:
+    """How much is verified of proposals of eight tokens, after `found` (kept, matched) taught about lookups.
+
+    A pass takes a second, and `row_s` more for each further row. rests: whether no other drafter is at work.
+    """
+    infos = [NgramDrafter.info, DrafterInfo(name="model", prior=(0.99,) * 8)]
+    costs = CostModel({1: 1.0, 101: 1.0 + 100 * row_s}, {"model": 1e-6})
+    controller = WidthController(infos, costs=costs)
+    one = replace(job(8), width=None, drafters=("ngram",) if rests else ("ngram", "model"), limit=500)
+    one.cached = len(one.tokens) - 1
+    for kept, matched in found:
+        controller.acceptance.add(None, "ngram", kept, 8, matched)
+    controller.choose(Batch([], [], [one], [8]))
+    counts = []
+    for matched in (1, 20):
+        drafts = Drafts([8], np.arange(8), matched=[matched])
+        counts += controller.trim("ngram", [one], drafts)
+    return counts
+
+
+def test_rows_are_verified_while_they_promise_more_than_they_cost() -> None:
+    assert looking_up(0.0) == [8, 8], "rows for nothing"
+    short, long = looking_up(0.3)
+    assert short == 0 and 0 < long <= 8
+    assert looking_up(2.0) == [0, 0], "no row is worth two passes"
 
 
 def test_what_is_missed_is_trusted_less() -> None:
-    trust = Trust()
-    first, second = trust.shares(1, 2)
-    for _ in range(50):
-        trust.add(1, [False])
-    missed, unjudged = trust.shares(1, 2)
-    assert missed < 0.3 * first
-    assert unjudged < second, "never judged, but thought of like the others"
-    assert trust.shares(8, 1)[0] < 0.5 * Trust().shares(8, 1)[0]
+    assert looking_up(0.3, *[(0, 20)] * 50)[1] == 0
+    assert looking_up(0.3, *[(8, 1)] * 50)[0] == 8, "by the length of the match: short ones are right here"
+    assert looking_up(0.3, *[(8, 1)] * 50)[1] == looking_up(0.3)[1], "and say nothing of long ones"
 
 
-def test_it_forgets() -> None:
-    trust = Trust()
-    for _ in range(1000):
-        trust.add(4, [True])
-    for _ in range(300):
-        trust.add(4, [False])
-    assert trust.shares(4, 1)[0] < 0.3
+def test_what_is_found_must_gain_more_than_the_next_drafter() -> None:
+    """A draft model that is nearly always right, and costs nothing."""
+    assert looking_up(0.05)[1] > 0
+    assert looking_up(0.05, *[(1, 20)] * 50, rests=False)[1] == 0
+    assert looking_up(0.05, *[(1, 20)] * 50)[1] > 0, "where there is none, a little is taken"
 
 
-def test_a_request_of_its_own_kind_is_trusted_by_what_it_did() -> None:
-    own = Odds()
-    for _ in range(20):
-        own.add(0, 1, 0.7)
-    assert own.factor < 0.3
-    assert Trust().shares(4, 1, own.factor)[0] < 0.5 * Trust().shares(4, 1)[0]
-
-
-@pytest.mark.parametrize(
-    ("shares", "pass_s", "wanted"),
-    [
-        ([0.9, 0.9, 0.1], lambda rows: 1.0, 3),  # rows for nothing
-        ([0.9, 0.9, 0.1], lambda rows: 1.0 + 0.3 * (rows - 1), 2),
-        ([0.2, 0.5], lambda rows: 1.0 + 0.3 * (rows - 1), 0),
-        ([0.95] * 2, lambda rows: 1.0 if rows == 1 else 3.5, 0),  # a second row is dear,
-        ([0.95] * 6, lambda rows: 1.0 if rows == 1 else 3.5, 6),  # but only that one
-    ],
-)
-def test_rows_are_judged_while_they_promise_more_than_they_cost(
-    shares: list[float], pass_s: object, wanted: int
-) -> None:
-    assert worthwhile(shares, 1, pass_s, rate=1.0)[0] == wanted
-
-
-def test_a_fast_rate_makes_rows_dearer() -> None:
-    assert worthwhile([0.5], 1, lambda rows: 1.0 + 0.3 * (rows - 1), rate=1.0)[0] == 1
-    assert worthwhile([0.5], 1, lambda rows: 1.0 + 0.3 * (rows - 1), rate=2.0)[0] == 0
+def test_what_was_cut_off_teaches_as_far_as_the_answer_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proposals of which no token is verified: the target's own token says whether the first was right."""
+    monkeypatch.setattr(WidthController, "_worth", lambda *_: 0)
+    ours = engine(NgramDrafter(), per_token=0.3, order=2)
+    assert ours.generate([1, 2, 3], max_tokens=200, **GREEDY).statistics.drafted == 0
+    acceptance = ours.loop.controller.acceptance
+    assert acceptance.num_verified("ngram") > 100
+    assert acceptance.reach(-1, "ngram", 1, alone=True, matched=20)[0] > 0.95
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -130,23 +125,6 @@ def test_a_width_that_was_asked_for_is_not_cut() -> None:
     counts = ours.generate([1, 2, 3], max_tokens=60, width=3, seed=1).statistics
     assert set(drafter.widths) >= {3}
     assert counts.drafted > 2 * (counts.rounds - 10), "short matches are proposed all the same"
-
-
-def test_a_request_that_finds_nothing_is_left_alone() -> None:
-    drafter = Counting()
-    ours = engine(drafter, per_token=2.0)
-    drafter.clock, drafter.seconds = ours.clock, 0.1
-    counts = ours.generate([1, 2, 3], max_tokens=400, seed=1).statistics
-    assert 10 < len(drafter.widths) < 0.25 * counts.rounds
-
-
-def test_a_request_that_never_matches_is_left_alone_too() -> None:
-    drafter = Counting()
-    drafter.config = NgramConfig(min_n=6, max_n=8)  # longer than what repeats itself in random text
-    ours = engine(drafter, per_token=0.1)
-    drafter.clock, drafter.seconds = ours.clock, 0.1
-    counts = ours.generate([1, 2, 3], max_tokens=400, seed=1).statistics
-    assert len(drafter.widths) < 0.25 * counts.rounds
 
 
 def test_a_job_that_failed_while_drafts_were_kept_does_not_end_the_others() -> None:
@@ -182,38 +160,6 @@ def test_where_a_lookup_is_not_worth_it_the_next_drafter_is_asked() -> None:
     assert asked, "matches of one token are everywhere, but worth nothing"
 
 
-def test_what_is_found_must_gain_more_than_a_rival() -> None:
-    lookups, one = Lookups({"ngram"}, lambda rows: 1.0 + 0.05 * rows), replace(job(8), width=None)
-    found = Drafts([2], np.asarray([4, 5]), matched=[8])
-    lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
-    assert lookups.worth("ngram", [one], found) == [2]
-    lookups.rivals = {one.id + 1: 3.0}
-    assert lookups.worth("ngram", [one], found) == [2], "of another request"
-    lookups.rivals = {one.id: 3.0}
-    assert lookups.worth("ngram", [one], found) == [0], "then that one is asked"
-
-
-def test_what_is_found_must_be_worth_the_turn() -> None:
-    """A GPU that was told to go on plainly did so for nothing; who was told nothing loses less."""
-    found, one = Drafts([2], np.asarray([4, 5]), matched=[8]), replace(job(8), width=None)
-    judged = {}
-    for turn_s in (0.0, 0.5, 5.0):
-        lookups = Lookups({"ngram"}, lambda rows: 1.0 + 0.05 * rows, lambda num_jobs, turn_s=turn_s: turn_s)  # type: ignore[misc]
-        lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
-        judged[turn_s] = lookups.worth("ngram", [one], found)[0]
-    assert judged == {0.0: 2, 0.5: 2, 5.0: 0}
-
-
-def test_a_device_may_go_on_while_text_is_looked_up_in_vain() -> None:
-    lookups, one = Lookups({"ngram"}, lambda rows: 1.0), replace(job(8), width=None)
-    assert not lookups.rests(one), "nothing is known of it"
-    lookups.choose([one], [(Ask("ngram", 4, False),)], 1)
-    assert lookups.rests(one), "most requests get nothing"
-    for _ in range(3):
-        lookups.worth("ngram", [one], Drafts([2], np.asarray([4, 5]), matched=[20]))
-    assert not lookups.rests(one), "this one gets something again and again"
-
-
 def test_answers_are_plain_ones() -> None:
     ours = engine(NgramDrafter(), SuffixDrafter(), per_token=0.1)
     for seed in range(3):
@@ -234,5 +180,5 @@ def test_what_was_drawn_by_chance_is_judged_and_never_cut(lookup: type, judged: 
     """Leaving a sampled token out because of what it is would break the law; a certain one may be left out."""
     target = MockBackend(MockConfig(vocab_size=8))
     router = Router([lookup()], target.info, VirtualClock())
-    plan = Batch([], [], [job(8, prompt=[1, 2, 1, 2, 1])], [(Ask("ngram", 3),)])
-    assert router.propose(target, batch, (), lambda *_: [0]).counts == [judged]
+    batch = Batch([], [], [job(8, prompt=[1, 2, 1, 2, 1])], [3])
+    assert router.propose(target, batch, [(Ask("ngram", 3),)], lambda *_: [0]).counts == [judged]
