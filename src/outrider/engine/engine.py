@@ -362,8 +362,9 @@ class Engine:
         for name in request_ids or ():
             if name not in names:
                 raise RequestError(f"there is no request {name!r} in flight; leave it out", param="request_ids")
-        wanted = names if request_ids is None else set(request_ids)
-        chosen = [job for job in jobs if job.request_id in wanted]
+        chosen = jobs
+        if request_ids is not None:
+            chosen = [job for name in dict.fromkeys(request_ids) for job in jobs if job.request_id == name]
         return Snapshot.take(path, self.loop.target, chosen, self.clock.now())
 
     def _between_steps(self, function: Callable[[], Value]) -> Value:

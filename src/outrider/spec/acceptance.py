@@ -19,6 +19,7 @@ ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
 LEAST_EVIDENCE = 8.0  # verified tokens that the pool's evidence does not fade below
 FIRST_GUESS = 0.75  # acceptance of a drafter of which nothing is known
 POOL_STRENGTH = 4.0  # verified tokens that a guess for the pool counts for
+POSITION_STRENGTH = 12.0  # verified tokens that the mean of all positions counts for, at a single one
 PRIOR_STRENGTH = 40.0  # the same, where the drafter brings a measured prior
 OWN_STRENGTH = 10.0  # verified tokens that the pool counts for, for one request decoding alone
 OWN_STRENGTH_BATCH = 60.0  # the same in a batch: widths that differ by noise leave stragglers
@@ -49,6 +50,10 @@ class Positions:
                 kept_share = max(share, least / verified)
                 self.kept[position] *= kept_share
                 self.verified[position] *= kept_share
+
+    def overall(self, guess: float, strength: float) -> float:
+        """The expected acceptance of any position."""
+        return (sum(self.kept) + guess * strength) / (sum(self.verified) + strength)
 
     def mean(self, position: int, guess: float, strength: float, doubt: float = 0.0) -> float:
         """The expected acceptance at a position. doubt: standard deviations that it may well be better by."""
@@ -139,15 +144,18 @@ class Acceptance:
         return job_id in self._own
 
     def _pool_means(self, drafter: str, key: tuple[str, int], width: int) -> list[float]:
-        pool, long_run, prior = self._pools.get(key), self._long_run.get(key), self._priors.get(drafter, ())
-        strength = PRIOR_STRENGTH if prior else POOL_STRENGTH
-        first = prior[0] if prior else FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
-        means: list[float] = []
+        """The pool's acceptance at each position: what was seen there, the drafter's prior, or the mean of all."""
+        pool, prior = self._pools.get(key), self._priors.get(drafter, ())
+        guess = FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
+        if pool is None:
+            return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
+        overall = self._long_run[key].overall(guess, POOL_STRENGTH)
+        means = []
         for position in range(width):
-            guess = prior[position] if position < len(prior) else means[-1] if means else first
-            if pool is not None and long_run is not None:
-                guess = pool.mean(position, long_run.mean(position, guess, strength), strength)
-            means.append(guess)
+            if position < len(prior):
+                means.append(pool.mean(position, prior[position], PRIOR_STRENGTH))
+            else:
+                means.append(pool.mean(position, overall, POSITION_STRENGTH))
         return means
 
 

@@ -25,12 +25,12 @@ GAIN = 1.03  # what a change must bring
 CREDIT_SHARE = 0.012  # of the time may be lost by probes
 CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
-ENOUGH = 16  # verified chains of a drafter, before a decision to draft stands for more than a round
+ENOUGH = 6  # verified chains of a drafter for each request, before a decision to draft stands for several rounds
 LONGEST_GAP = 64  # rounds between two probes
 HORIZON = 128  # tokens of each answer that catching up must be repaid within
 DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better by than it looks
 MOST_PROBED = 8  # tokens that a probe drafts
-REPAY = 1.5  # times what catching up costs, that the rest of the answers must gain
+REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
@@ -69,6 +69,7 @@ class WidthController:
         self._uniform = uniform
         self._trees = trees
         self._unread: dict[int, int] = {}  # job id -> tokens that its drafter has not read
+        self._reading_s: dict[str, float] = {}  # drafter -> seconds that it has been catching up for
         self._found: dict[int, Found] = {}  # job id -> the lookup of this round
         # The decision that stands
         self._key: tuple[object, ...] = ()
@@ -166,7 +167,7 @@ class WidthController:
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if any(self.acceptance.num_verified(name) < ENOUGH for name in free.values()):
+            if any(self.acceptance.num_verified(name) < ENOUGH * (1 + num_jobs) for name in set(free.values())):
                 self._left = 1  # little is known: look again at once
         else:
             self._probe(batch, free, candidates)
@@ -260,12 +261,15 @@ class WidthController:
             return
         entries = {one.index: self._entry_s(batch.decode[one.index], free[one.index]) for one in candidates}
         cheapest = sorted(candidates, key=lambda one: entries[one.index])[: max(1, num_jobs // 4)]
+        hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
+        may_well_pay = hoped.tokens / hoped.seconds >= GAIN * num_jobs / now_s
         for candidate in cheapest:
             job, name = batch.decode[candidate.index], free[candidate.index]
             width, loss = self._probe_width(candidate, setting, now_s)
             loss += entries[candidate.index]
-            # An answer that has long to go lends the credit what its rest will earn.
-            if loss > self._credit + CREDIT_SHARE * self._token_s * (job.limit - len(job.tokens)):
+            # An answer that has long to go lends what its rest will earn; more, if drafting may well pay.
+            lent = CREDIT_SHARE * self._token_s * (job.limit - len(job.tokens))
+            if loss > self._credit + (2.0 * lent if may_well_pay else lent):
                 break
             self._credit -= max(0.0, loss)
             self._widths[job.id] = width
@@ -317,7 +321,7 @@ class WidthController:
 
     def repeats(self, batch: Batch) -> bool:
         """Whether the next round will most likely have the widths of this one, so that a device may be given it."""
-        return self._left > 0 or all([job.width is not None for job in batch.decode])
+        return self._reason not in (PROBE, MEASURE) or all(job.width is not None for job in batch.decode)
 
     # Learning
 
@@ -341,7 +345,7 @@ class WidthController:
                 kept_any |= outcome.accepted > 0
             if job.width is None:
                 unread = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
-                self._unread[job.id] = 0 if self._computing(job) in job.wanted else unread
+                self._unread[job.id] = 0 if outcome.drafted and outcome.maker == self._computing(job) else unread
         if drafted_any:
             self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
             self._probe_gap = HOLD if kept_any else self._probe_gap
@@ -368,8 +372,11 @@ class WidthController:
                 continue
             steps = _requests_by_step(outcomes, name)
             unread = sum([self._unread_tokens(job) for job in batch.decode if name in job.wanted and job.width is None])
-            if unread:
-                self.costs.observe_read(name, unread, seconds - self.costs.draft_s(name, steps))
+            if unread and not steps:  # it reads on, and drafts when it is through
+                self._reading_s[name] = self._reading_s.get(name, 0.0) + seconds
+            elif unread:
+                spent_s = self._reading_s.pop(name, 0.0) + seconds
+                self.costs.observe_read(name, unread, spent_s - self.costs.draft_s(name, steps))
             elif steps and not drafts.parents:
                 self.costs.observe_draft(name, steps, seconds)
         if times.steady:
