@@ -29,7 +29,7 @@ def test_fixed_widths_beside_adaptive_ones_near_the_end_of_answers() -> None:
     dice, clock = random.Random(3), VirtualClock()
     target = MockBackend(replace(TARGET, seconds_per_pass=1.0), clock=clock)
     draft = MockBackend(replace(DRAFT, seconds_per_pass=2.0), clock=clock)
-    engine = Engine.load(target, draft=["suffix", draft], max_batch=12, clock=clock)
+    engine = Engine.load(target, draft=["suffix", draft], max_batch=12, clock=clock, threaded=False)
     streams: list[Stream] = []
     for index in range(200):
         while len(streams) >= 12:

@@ -304,7 +304,7 @@ class Statistics:
         """Plain words when speculation does not pay."""
         if self._verdict is not None:
             return self._verdict
-        if self.widths:
+        if self.widths and self.wide.rounds <= sum(self.widths.values()):
             return None  # the engine chose these widths by itself: there is nothing to advise
         speedup, source = self.estimated_speedup, "estimated"
         if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate

@@ -52,6 +52,8 @@ class TokenStore:
 class PagedMock(MockBackend):
     """A mock whose sequences share `pages`. The target comes first; drafts on the same pages are given its slots."""
 
+    pages: Pages
+
     def __init__(
         self,
         config: MockConfig | None = None,

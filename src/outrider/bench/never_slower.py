@@ -60,8 +60,8 @@ MODEL = MockConfig(vocab_size=16, seed=3, num_contexts=1021, context=2048)
 class Cell:
     """`acceptance` of the draft in each part of an answer; `jitter` is the most a pass may take longer or shorter.
 
-    A target pass takes `context_cost` more for every thousand tokens in its cache. The profile at load sees passes of the
-    target and of the draft that take `profile_error` times as long as later ones.
+    A target pass takes `context_cost` more for every thousand tokens in its cache. The profile at load sees passes of
+    the target and of the draft that take `profile_error` times as long as later ones.
     """
 
     acceptance: tuple[float, ...]
@@ -197,7 +197,7 @@ def _run(
     clock: VirtualClock,
     loaded: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, float]:
-    """Answer the requests of a cell with a fresh engine, and the seconds of that. Loading, with its profile, is apart."""
+    """Answer the requests of a cell with a fresh engine, and the seconds of that. Its profile at load is apart."""
     num_tokens = TOKENS[batch]
     target = _PricedMock(price)
     draft = _Guesser(price, acceptance, num_tokens)
@@ -206,10 +206,7 @@ def _run(
     started = clock.now()
     greedy = SamplingParams(temperature=0.0)
     engine.generate(
-        [
-            Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=num_tokens)
-            for index in range(batch)
-        ]
+        [Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=num_tokens) for index in range(batch)]
     )
     return engine, clock.now() - started
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from outrider.backends.base import Backend, Rolling, Spans
+from outrider.backends.base import Backend, HeadHost, Rolling, Spans
 from outrider.sampling.ops import Drawing
 from outrider.types import Drafts, Job
 
@@ -28,7 +28,12 @@ def roll(backend: Backend, jobs: Sequence[Job], rooms: Sequence[int], spans: Spa
 
 
 def fill(
-    drafts: Drafts, rooms: Sequence[int], counts: Sequence[int], steps: int, drawing: Drawing, backend: Backend
+    drafts: Drafts,
+    rooms: Sequence[int],
+    counts: Sequence[int],
+    steps: int,
+    drawing: Drawing,
+    backend: Backend | HeadHost,
 ) -> None:
     """What was drawn as drafts. counts: how many tokens are wanted of each that it was drawn for."""
     drafts.counts = list(rooms)

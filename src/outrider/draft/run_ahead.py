@@ -15,9 +15,9 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ContextManager, NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.draft.base import Drafter
 from outrider.draft.join import Part, join
@@ -245,7 +245,7 @@ class RunAheadDrafter(Drafter):
     def _draft(self, jobs: list[Job], assumed: list[int], widths: list[int]) -> tuple[Drafts, float]:
         """On the draft's thread."""
         started = time.perf_counter()
-        beside: ContextManager[None] = nullcontext() if self._cores is None else self._cores.beside()
+        beside: AbstractContextManager[None] = nullcontext() if self._cores is None else self._cores.beside()
         with beside:
             drafts = self.inner.propose_ahead(jobs, assumed, widths)
         return drafts, time.perf_counter() - started

@@ -28,7 +28,7 @@ class SyntheticDrafter(ModelDrafter):
     def __init__(self, backend: Backend, share: float, *, chunk: int = 512, shares_slots: bool = False) -> None:
         super().__init__(backend, chunk=chunk, shares_slots=shares_slots)
         self._spoiling = Spoiling(backend.ops, share, backend.info.vocab_size)
-        backend.ops = self._spoiling  # type: ignore[assignment, misc]
+        backend.ops = self._spoiling  # type: ignore[assignment]
 
     def be_right(self, share: float) -> None:
         """As often as this from now on."""

@@ -494,9 +494,7 @@ def _called_back() -> RequestError:
     )
 
 
-def _wake_reader(
-    cancel: Callable[[], object], event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event
-) -> None:
+def _wake_reader(cancel: Callable[[], object], event_loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
     """Tell an asynchronous reader, from the engine's thread, that there is something to read."""
     try:
         event_loop.call_soon_threadsafe(ready.set)

@@ -126,7 +126,7 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
             own = room.pages([file.spec], runners[index])
         size = None if tokenizer is None else sizes[index]
         backend = _backend(file, own, size, config, runners[index])
-        backend.fingerprint = fingerprint(paths[index])  # type: ignore[attr-defined]
+        backend.fingerprint = fingerprint(paths[index])
         loaded.append(Loaded(backend, tokenizer, shares[index] and index > 0))
     return loaded
 

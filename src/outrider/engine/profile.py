@@ -31,6 +31,7 @@ SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
 FIRST_ROWS = 8  # kernels and memory behave alike up to about here
 WIDTHS = (1, 4)  # of the dummy rounds
+READ = 32  # tokens of a prompt that drafters read
 ROWS = (16, 4, 32, 64, 128, 256)  # of further passes, in this order
 DRIFT = 0.25  # how far a stored profile may be off
 TENANT = "\0profile"  # its prompts are found by no request
@@ -91,7 +92,9 @@ class Profiler:
         self._pass(costs, FIRST_ROWS, deadline)
         for width in WIDTHS:
             for drafter in self._drafters:
-                if self._clock.now() + costs.pass_s(width + 1) + width * costs.step_s(drafter.name, 1) <= deadline:
+                rows = width + 1 if width == WIDTHS[0] else READ + 2 * width  # two rounds: a prompt, then drafts
+                draft_s = width * costs.step_s(drafter.name, 1) + costs.read_s(drafter.name, rows)
+                if self._clock.now() + costs.pass_s(rows) + draft_s <= deadline:
                     self._rounds(drafter, width)
         for rows in ROWS:
             self._pass(costs, rows, deadline)
@@ -104,7 +107,8 @@ class Profiler:
 
     def _rounds(self, drafter: Drafter, width: int) -> None:
         """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
-        stream = self._engine.stream(self._prompt(1), method=drafter.name, width=width, **_dummy(2 * width + 4))
+        prompt = self._prompt(1 if width == WIDTHS[0] else READ)  # the second time, it has something to read, too
+        stream = self._engine.stream(prompt, method=drafter.name, width=width, **_dummy(2 * width + 4))
         for _ in range(3):
             events = self._engine.step()
             if any(event.drafts for event in events):

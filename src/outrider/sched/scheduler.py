@@ -4,7 +4,7 @@ A pass has a token budget. Every running job that decodes gets its one token, th
 the policy, at most a chunk of them, and drafts get what is left. So neither waits for the other: a job decodes in
 every pass, and of the prompt that is first in order every pass reads `min(prefill_chunk, budget - max_batch)` tokens.
 
-A batch is final when `next_batch` returns it: admission, preemption and pages are settled, and no other part changes it.
+A batch is final when `next_batch` returns it: admission, preemption and pages are settled, no other part changes it.
 Drafts never preempt: they take pages that are free.
 """
 
@@ -176,7 +176,7 @@ class Scheduler:
         if len(jobs) > 1:
             jobs.sort(key=lambda job: (self._orders[job.id], job.id))
         needed = [(job, lengths.get(job.id, len(job.tokens))) for job in jobs]
-        if not all([self._reserve(batch, job, length) for job, length in needed]):
+        if not all(self._reserve(batch, job, length) for job, length in needed):
             for job in self._running.values():
                 self._reserve(batch, job, None)  # pages that earlier drafts left unused come first
             for job, length in needed:

@@ -15,7 +15,7 @@ LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
 class Candidate(NamedTuple):
     """A request whose width is free: its chances to keep a chain up to each position."""
 
-    index: int  # of the job in the batch
+    place: int  # of the job among the batch's decode jobs
     reach: Sequence[float]
 
 
@@ -50,7 +50,7 @@ def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: flo
     plain_s = setting.seconds(0, ())
     pairs = sorted(
         [
-            (-chance, position, candidate.index)
+            (-chance, position, candidate.place)
             for candidate in candidates
             for position, chance in enumerate(candidate.reach)
             if chance >= LEAST_CHANCE
@@ -90,7 +90,7 @@ def choose_uniform(
         seconds = setting.seconds(sum(steps), steps)
         if _objective(tokens, seconds, token_s) > _objective(best.tokens, best.seconds, token_s):
             chosen = {
-                candidate.index: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
+                candidate.place: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
             }
             best = Choice(chosen, tokens, seconds)
     return best

@@ -1,6 +1,6 @@
 """The width controller: how many tokens to draft for each request, 0 included, from measured costs and acceptance.
 
-`cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths from both. A
+`cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths. A
 decision stands for a few rounds. While it says plain, a cheap probe now and then finds out whether that is still right;
 while it says draft, a plain round now and then confirms what plain decoding costs. Both are paid from a small credit.
 
@@ -89,7 +89,7 @@ class WidthController:
     # Choosing
 
     def choose(self, batch: Batch) -> list[Asks]:
-        """For each decode job which drafters propose how much, within its room. Fixed widths are honoured as they are."""
+        """For each decode job which drafters propose how much, within its room. Fixed widths stay as they are."""
         free = {
             index: name
             for index, (job, room) in enumerate(zip(batch.decode, batch.room, strict=True))
@@ -108,7 +108,9 @@ class WidthController:
     def fixed(self, batch: Batch) -> list[Asks]:
         """Fixed widths alone, where the controller itself failed: every other request decodes plainly."""
         return [
-            tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters]) if room and job.width is not None else ()
+            tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
+            if room and job.width is not None
+            else ()
             for job, room in zip(batch.decode, batch.room, strict=True)
         ]
 
@@ -193,7 +195,7 @@ class WidthController:
         hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
         if not hoped.widths or hoped.tokens / hoped.seconds * plain_s / setting.tokens < GAIN:
             return None
-        expected = setting.tokens + sum([sum(one.reach[: hoped.widths.get(one.index, 0)]) for one in candidates])
+        expected = setting.tokens + sum([sum(one.reach[: hoped.widths.get(one.place, 0)]) for one in candidates])
         loss = HOLD * max(0.0, hoped.seconds - expected * plain_s / setting.tokens)
         if loss > self._credit:
             return None
@@ -255,18 +257,18 @@ class WidthController:
         if self.costs.num_rounds - self._probed < self._probe_gap:
             return
         setting = self._setting(self._fed, num_jobs, free)
-        hopeful = [Candidate(one.index, [1.0] * len(one.reach)) for one in candidates]
+        hopeful = [Candidate(one.place, [1.0] * len(one.reach)) for one in candidates]
         hope, now_s = choose_uniform(hopeful, setting, WIDTHS), setting.seconds(0, ())
         if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:
             return
-        entries = {one.index: self._entry_s(batch.decode[one.index], free[one.index]) for one in candidates}
-        cheapest = sorted(candidates, key=lambda one: entries[one.index])[: max(1, num_jobs // 4)]
+        entries = {one.place: self._entry_s(batch.decode[one.place], free[one.place]) for one in candidates}
+        cheapest = sorted(candidates, key=lambda one: entries[one.place])[: max(1, num_jobs // 4)]
         hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
         may_well_pay = hoped.tokens / hoped.seconds >= GAIN * num_jobs / now_s
         for candidate in cheapest:
-            job, name = batch.decode[candidate.index], free[candidate.index]
+            job, name = batch.decode[candidate.place], free[candidate.place]
             width, loss = self._probe_width(candidate, setting, now_s)
-            loss += entries[candidate.index]
+            loss += entries[candidate.place]
             # An answer that has long to go lends what its rest will earn; more, if drafting may well pay.
             lent = CREDIT_SHARE * self._token_s * (job.limit - len(job.tokens))
             if loss > self._credit + (2.0 * lent if may_well_pay else lent):
@@ -295,7 +297,7 @@ class WidthController:
         return best[0], best[1]
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
-        """How many tokens of each lookup proposal to verify. The rest is looked at when the target's tokens are known."""
+        """How many tokens of each lookup proposal to verify. The rest still teaches, once the target's are known."""
         counts = list(drafts.counts)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             if not proposal:
@@ -343,9 +345,10 @@ class WidthController:
                 self.acceptance.add(own, outcome.maker, outcome.accepted, outcome.depth)
                 drafted_any = True
                 kept_any |= outcome.accepted > 0
-            if job.width is None:
-                unread = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
-                self._unread[job.id] = 0 if outcome.drafted and outcome.maker == self._computing(job) else unread
+            if outcome.drafted and outcome.maker not in self._lookups:
+                self._unread[job.id] = 0
+            else:
+                self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         if drafted_any:
             self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
             self._probe_gap = HOLD if kept_any else self._probe_gap
@@ -371,7 +374,7 @@ class WidthController:
             if name in self._lookups:
                 continue
             steps = _requests_by_step(outcomes, name)
-            unread = sum([self._unread_tokens(job) for job in batch.decode if name in job.wanted and job.width is None])
+            unread = sum([self._unread_tokens(job) for job in batch.decode if name in job.wanted])
             if unread and not steps:  # it reads on, and drafts when it is through
                 self._reading_s[name] = self._reading_s.get(name, 0.0) + seconds
             elif unread:

@@ -1,4 +1,4 @@
-"""Which drafter proposes for which job: one batch may mix drafters, and a job may try several in turn (a chain of them).
+"""Which drafter proposes for which job: one batch may mix drafters, and a job may try several in turn.
 
 What drafters return is checked here, and what they raise becomes the error of the jobs they drafted for.
 """
