@@ -182,11 +182,17 @@ class Scheduler:
             for job, length in needed:
                 while not self._reserve(batch, job, length):
                     self._make_way(batch, job)
-        over = {ended.job.id for ended in batch.ended}
-        stay = [job.slot is not None and job.id not in over for job in batch.prefill]
-        batch.chunks = [chunk for chunk, stays in zip(batch.chunks, stay, strict=True) if stays]
-        batch.prefill = [job for job, stays in zip(batch.prefill, stay, strict=True) if stays]
-        batch.decode = [job for job in batch.decode if job.slot is not None and job.id not in over]
+        self._drop_ended(batch)
+
+    def _drop_ended(self, batch: Batch) -> None:
+        """Only jobs that still have a slot take part."""
+        if all(job.slot is not None for job in batch.jobs):
+            return
+        room = batch.room or [0] * len(batch.decode)
+        reading = [(job, n) for job, n in zip(batch.prefill, batch.chunks, strict=True) if job.slot is not None]
+        decoding = [(job, n) for job, n in zip(batch.decode, room, strict=True) if job.slot is not None]
+        batch.prefill, batch.chunks = [job for job, _ in reading], [chunk for _, chunk in reading]
+        batch.decode, batch.room = [job for job, _ in decoding], [room for _, room in decoding]
 
     def _reserve(self, batch: Batch, job: Job, length: int | None) -> bool:
         """Pages for `length` tokens, or give back what is not used (None). False is shortage; a job without a slot or
@@ -202,21 +208,30 @@ class Scheduler:
     def _make_way(self, batch: Batch, job: Job) -> None:
         """Preempt a job, so that another one can go on. If the policy or the backend fails, the job in need ends."""
         try:
-            victim = self._victim(job) or job
-        except OutriderError as error:
+            victim = self._victim(batch, job) or job
+        except PolicyError as error:
             self._leave(batch, job, error)
             return
-        self._preempt(batch, victim)
+        if victim.slot is not None:
+            self._preempt(batch, victim)
 
-    def _victim(self, job: Job) -> Job | None:
+    def _victim(self, batch: Batch, job: Job) -> Job | None:
         """The job that is preempted so that another one can go on: one whose pages are really freed by that.
 
         Where that would be the job itself, those who only share pages go first, if the policy puts them behind it: what
         none of them frees alone, they free together.
         """
-        running = [one for one in self._running.values() if one.slot is not None]
-        chosen = self._choose_victim([one for one in running if one is job or self.sequences.frees_pages(one)])
-        return self._choose_victim(running) if chosen is job else chosen
+        freeing = []
+        for one in self._running.values():
+            try:
+                if one.slot is not None and (one is job or self.sequences.frees_pages(one)):
+                    freeing.append(one)
+            except OutriderError as error:
+                self._leave(batch, one, error)
+        chosen = self._choose_victim(freeing)
+        if chosen is not job:
+            return chosen
+        return self._choose_victim([one for one in self._running.values() if one.slot is not None])
 
     def _choose_victim(self, candidates: Sequence[Job]) -> Job | None:
         try:
@@ -263,11 +278,12 @@ class Scheduler:
             batch.room = [min(room, most) for room in batch.room]
         if self._info.pages:
             for index, (job, room) in enumerate(zip(batch.decode, batch.room, strict=True)):
-                while room and not self.sequences.reserve(job, len(job.tokens) + room):
+                while room and not self._reserve(batch, job, len(job.tokens) + room):
                     room //= 2
                 if room < batch.room[index]:
                     batch.room[index] = room
                     batch.fallbacks.append((job, NO_PAGES))
+            self._drop_ended(batch)
 
     def _wanted(self, batch: Batch, job: Job) -> int:
         """Drafts that the answer and the target allow."""
