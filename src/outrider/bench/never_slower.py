@@ -131,6 +131,22 @@ def readings(*, quick: bool = False, jitter: float = 0.0) -> Iterator[Reading]:
             yield measure(cell)
 
 
+def random_readings(seed: int, *, quick: bool = False) -> Iterator[Reading]:
+    """Random cells, as they are measured."""
+    for cell in random_cells(seed, 20 if quick else 100):
+        yield measure(cell)
+
+
+def summary(readings: Sequence[Reading]) -> str:
+    """What all cells come to, in a line."""
+    best = sorted(reading.of_best for reading in readings)
+    usual = sum(share >= USUAL_OF_BEST for share in best) / len(best)
+    return (
+        f"{len(best)} cells: at least {min(reading.of_plain for reading in readings):.3f} of plain decoding; of the best "
+        f"fixed width {sum(best) / len(best):.3f} on average, {USUAL_OF_BEST} or more in {usual:.1%}, at least {best[0]:.3f}"
+    )
+
+
 def measure(cell: Cell) -> Reading:
     seconds = {width: _priced(cell, width) for width in FIXED}
     best_width = min(seconds, key=seconds.__getitem__)

@@ -100,11 +100,33 @@ def lookups(quick: Quick = False, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def width(quick: Quick = False, as_json: AsJson = False) -> None:
+def width(
+    random: Annotated[int | None, typer.Option(help="Seed of random cells off the grid.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
     """The grid on which the engine's choice of width must never be slower, in virtual time."""
     from outrider.cli.benches import show_width
 
-    show_width(quick, as_json)
+    show_width(quick, as_json, random)
+
+
+@app.command()
+def auto(
+    model: given.Model = given.DEFAULT,
+    draft: Annotated[str, typer.Option(help="Ways to draft, with commas.")] = "suffix,eagle",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with `category` and `turns`, instead of our own.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Shuffle the kinds of work.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The engine's choice of width beside plain decoding and fixed widths on a real model, by turns in one process."""
+    from outrider.cli.benches import show_auto
+
+    show_auto(as_json, model, draft, prompts, limit, max_tokens, mixed)
 
 
 @app.command()

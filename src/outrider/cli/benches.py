@@ -61,17 +61,14 @@ def show_lookups(quick: bool, as_json: bool) -> None:
             typer.echo(f"{reading.name:<58}{reading.median:>9.4g}{reading.p99:>9.4g}{span:>20}  {reading.unit}")
 
 
-def show_width(quick: bool, as_json: bool) -> None:
+def show_width(quick: bool, as_json: bool, seed: int | None) -> None:
     """Auto beside plain decoding and the best fixed width, over acceptance, draft cost, pass cost and batch size."""
-    from outrider.bench.never_slower import readings
+    from outrider.bench import never_slower
 
-    worst: dict[str, float] = {}
-    num_cells = num_broken = 0
-    for reading in readings(quick=quick):
-        num_cells += 1
-        num_broken += not reading.holds
-        for name, speed in (("plain decoding", reading.of_plain), ("the best fixed width", reading.of_best)):
-            worst[name] = min(worst.get(name, speed), speed)
+    found = never_slower.readings(quick=quick) if seed is None else never_slower.random_readings(seed, quick=quick)
+    readings: list[never_slower.Reading] = []
+    for reading in found:
+        readings.append(reading)
         if as_json:
             typer.echo(json.dumps({**asdict(reading), "holds": reading.holds}))
         elif not reading.holds:
@@ -80,8 +77,27 @@ def show_width(quick: bool, as_json: bool) -> None:
                 f"{reading.best_width}; chose {dict(reading.widths)}"
             )
     if not as_json:
-        least = ", ".join(f"{speed:.3f} of {name}" for name, speed in worst.items())
-        typer.echo(f"{num_cells} cells, {num_broken} below 0.97 of plain or 0.95 of the best; at least {least}")
+        typer.echo(never_slower.summary(readings))
+
+
+def show_auto(
+    as_json: bool, model: str, draft: str, prompts: Path | None, limit: int, max_tokens: int, mixed: bool
+) -> None:
+    """Plain decoding, the engine's choice and fixed widths by turns on a real model."""
+    from outrider.bench.auto import FIXED, readings
+    from outrider.bench.work import OWN, read_work
+
+    work = OWN if prompts is None else read_work(prompts)
+    for reading in readings(model, draft, work, limit=limit, max_tokens=max_tokens, mixed=mixed):
+        if as_json:
+            typer.echo(json.dumps({**asdict(reading), "of_best": reading.of_best}))
+            continue
+        fixed = "".join(f"  width {width}: {reading.speed(width):.3f}" for width in FIXED)
+        differing = f", {reading.differing} answers differ" if reading.differing else ""
+        typer.echo(
+            f"{reading.kind:<16}auto {reading.speed(None):.3f}x plain{fixed}  "
+            f"({reading.of_best:.3f} of width {reading.best_width}{differing})"
+        )
 
 
 def show_policies(
