@@ -534,6 +534,7 @@ def test_an_interrupt_on_the_engines_thread_ends_one_step() -> None:
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_an_interrupt_of_a_waiting_caller_ends_its_request(how: str) -> None:
     """Python delivers Ctrl-C to the main thread, which waits for the answer. Others go on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     engine = load(replace(CONFIG, seconds_per_pass=0.005), width=0)
     other = engine.stream([2], seed=1, max_tokens=60)
     timer = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
@@ -545,6 +546,7 @@ def test_an_interrupt_of_a_waiting_caller_ends_its_request(how: str) -> None:
             with engine.stream([1]) as stream:
                 list(stream)
     timer.join()
+    signal.signal(signal.SIGINT, before)
     assert engine.num_requests == 1
     assert len(list(other)[-1].result.token_ids) == 60
     nothing_left(engine, within_s=1.0)

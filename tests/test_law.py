@@ -14,7 +14,9 @@ import pytest
 from outrider.backends.mock import MockBackend
 from outrider.backends.paged_mock import PagedMock
 from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.draft.base import Drafter
 from outrider.draft.model import ModelDrafter
+from outrider.draft.run_ahead import RunAheadDrafter
 from outrider.engine.engine import Engine
 from outrider.kv.pages import Pages
 from outrider.sampling import noise
@@ -175,10 +177,10 @@ class Tight(Policy):
 
 @pytest.mark.parametrize(
     ("num_pages", "preempt", "run_ahead"),
-    [(30, "recompute", False), (30, "swap", False), (200, "recompute", "always")],
+    [(30, "recompute", False), (30, "swap", False), (200, "recompute", True)],
     ids=["recompute", "swap", "run-ahead"],
 )
-def test_the_law_of_a_busy_engine(num_pages: int, preempt: Any, run_ahead: Any) -> None:
+def test_the_law_of_a_busy_engine(num_pages: int, preempt: Any, run_ahead: bool) -> None:
     """Pages run out all the time, or the draft works while the target judges: the law is that of plain decoding."""
     pages = Pages(num_pages, 2)
     config = SchedulerConfig(max_batch=16, policy=Tight(), preempt=preempt)
@@ -188,10 +190,11 @@ def test_the_law_of_a_busy_engine(num_pages: int, preempt: Any, run_ahead: Any) 
     ]
     target, draft = PagedMock(TARGET, pages), PagedMock(replace(TARGET, drift=0.6), pages)
     speculation = SpeculationConfig(width=2)
-    drafters = [ModelDrafter(draft, shares_slots=True)]
-    with Engine(target, drafters, scheduling=config, speculation=speculation, run_ahead=run_ahead) as engine:
+    drafter: Drafter = ModelDrafter(draft, shares_slots=True)
+    ahead = RunAheadDrafter(drafter, target.ops, always=True) if run_ahead else None
+    with Engine(target, [ahead or drafter], scheduling=config, speculation=speculation) as engine:
         outputs = [result.token_ids for result in engine.generate(requests)]
         assert engine.statistics.preemptions > 1_000 or num_pages > 30
-        assert run_ahead is False or (engine.loop.ahead is not None and engine.loop.ahead.overlap.fresh > 500)
+        assert ahead is None or ahead.overlap.fresh > 500
     law = joint_law(MockBackend(TARGET), PROMPT, SamplingParams(), LENGTH)
     assert law_p_value(outputs, law) > SIGNIFICANCE

@@ -56,7 +56,7 @@ def losing_engine(**settings: object) -> Engine:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_auto_is_never_slower(cell: Cell) -> None:
     reading = measure(cell)
-    assert reading.of_plain >= 0.97 and reading.of_best >= 0.95, reading
+    assert reading.holds, reading
 
 
 def test_it_drafts_where_that_pays_and_says_so() -> None:

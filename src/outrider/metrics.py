@@ -218,6 +218,7 @@ class Statistics:
     preemptions: int = 0
     widths: dict[int, int] = field(default_factory=dict)  # width the engine chose -> rounds
     reasons: dict[str, int] = field(default_factory=dict)  # why -> rounds
+    fixed_rounds: int = 0  # rounds with drafts of a width that the caller fixed
     costs: PassCosts = field(default_factory=PassCosts)  # the engine's curve, shared by its requests
     tempo: Tempo = field(default_factory=Tempo)
 
@@ -304,7 +305,7 @@ class Statistics:
         """Plain words when speculation does not pay."""
         if self._verdict is not None:
             return self._verdict
-        if self.widths and self.wide.rounds <= sum(self.widths.values()):
+        if self.widths and not self.fixed_rounds:
             return None  # the engine chose these widths by itself: there is nothing to advise
         speedup, source = self.estimated_speedup, "estimated"
         if speedup is None or self.tempo.coverage() >= 0.5:  # a few comparable rounds say less than the estimate

@@ -139,11 +139,11 @@ def random_readings(seed: int, *, quick: bool = False) -> Iterator[Reading]:
 
 def summary(readings: Sequence[Reading]) -> str:
     """What all cells come to, in a line."""
-    best = sorted(reading.of_best for reading in readings)
-    usual = sum(share >= USUAL_OF_BEST for share in best) / len(best)
+    best, plain = sorted(reading.of_best for reading in readings), min(reading.of_plain for reading in readings)
+    mean, usual = sum(best) / len(best), sum(share >= USUAL_OF_BEST for share in best) / len(best)
     return (
-        f"{len(best)} cells: at least {min(reading.of_plain for reading in readings):.3f} of plain decoding; of the best "
-        f"fixed width {sum(best) / len(best):.3f} on average, {USUAL_OF_BEST} or more in {usual:.1%}, at least {best[0]:.3f}"
+        f"{len(best)} cells: at least {plain:.3f} of plain decoding; of the best fixed width {mean:.3f} on average, "
+        f"{USUAL_OF_BEST} or more in {usual:.1%}, at least {best[0]:.3f}"
     )
 
 

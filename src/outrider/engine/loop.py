@@ -426,6 +426,9 @@ class Loop:
                 num_emitted += outcome.emitted
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
                 job.statistics.add_round(outcome)
+                if outcome.drafted and job.width is not None:
+                    job.statistics.fixed_rounds += 1
+                    self.statistics.fixed_rounds += 1
                 job.statistics.add_pass(times, num_jobs, outcome.drafted > 0, outcome.emitted)
         for outcome, jobs in outcomes.items():
             self.statistics.add_round(outcome, times=jobs)
