@@ -133,7 +133,7 @@ class Loop:
             events += self._settle(batch)
             if not batch.jobs:
                 return events
-            widths = self._choose(batch)
+            widths = self._choose(batch) if any(batch.room) else [()] * len(batch.decode)
             drafts = self.router.propose(self.target, batch, widths, self.controller.trim)
             for part in self._score_and_verify(batch, drafts):
                 events += self._commit(part)
@@ -168,8 +168,6 @@ class Loop:
 
     def _choose(self, batch: Batch) -> list[Asks]:
         """Widths within the batch's room. A controller that fails costs speed, never an answer."""
-        if not self.router.drafters:
-            return [()] * len(batch.decode)
         try:
             return self.controller.choose(batch)
         except Exception:
@@ -446,7 +444,7 @@ class Loop:
 
     def _teach(self, batch: Batch, drafts: Drafts, times: RoundTimes, emissions: list[Emission]) -> None:
         """The controller learns from the jobs that go on or ended well; it keeps nothing of those that failed."""
-        if not self.router.drafters:
+        if not any([job.drafters for job in batch.decode]):
             return
         try:
             outcomes = [(one.job, one.outcome) for one in emissions if one.outcome and not one.job.done]

@@ -59,6 +59,8 @@ class Router:
             job.wanted = tuple([ask.drafter for ask in wanted])
             if wanted:
                 pending[index] = self._ready(index, job, wanted, fallbacks, faults)
+        if not pending and not faults:
+            return Drafts([0] * len(batch.decode), target.ops.integers([]), fallbacks=fallbacks)
         parts: list[Part] = []
         while pending := {index: wanted for index, wanted in pending.items() if wanted}:
             for name in self.drafters:
