@@ -87,9 +87,7 @@ def build_engine(
         if first.backend.info.heads or not (is_presets and spec.method == "eagle")
     ]
     costs = None
-    if (
-        speculation.width is None and any(not drafter.info.lookup for drafter in drafters)
-    ) or first.backend.info.prelaunch:
+    if (drafters and speculation.width is None) or first.backend.info.prelaunch:
         costs = profile(first.backend, drafters, scheduling, clock or SystemClock())
     if run_ahead:
         drafters = _ahead(drafters, first.backend, always=run_ahead == "always")
