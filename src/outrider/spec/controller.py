@@ -103,6 +103,9 @@ class WidthController:
             self._key, self._left = key, HOLD
             self._decide(batch, free)
         self._left -= 1
+        if not self.costs.knows(len(batch.decode)):  # an engine without a profile: plain decoding is measured first
+            self._widths, self._reason, self._left = {}, MEASURE, 0
+            return self.fixed(batch)
         return [self._asks(job, room) for job, room in zip(batch.decode, batch.room, strict=True)]
 
     def fixed(self, batch: Batch) -> list[Asks]:

@@ -38,12 +38,13 @@ class Curve:
         if right < len(known):
             high = known[right]
             return points[low] + (points[high] - points[low]) * (rows - low) / (high - low)
-        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there.
-        slope = max(0.0, points[low] - points[known[0]]) / max(1, low - known[0])
-        if len(known) > 1:
-            before = known[-2]
-            slope = max(slope, (points[low] - points[before]) / (low - before))
-        return points[low] + slope * (rows - low)
+        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there. Where a single
+        # point is known, a further row is taken for half as dear as those.
+        if len(known) == 1:
+            return points[low] * (1.0 + 0.5 * (rows - low) / low)
+        before = known[-2]
+        mean_slope = (points[low] - points[known[0]]) / (low - known[0])
+        return points[low] + max(mean_slope, (points[low] - points[before]) / (low - before)) * (rows - low)
 
     def move(self, rows: int, seconds: float, share: float) -> None:
         """Move the point at `rows` by a share of the way; a new one is set. More rows never cost less."""
@@ -101,6 +102,10 @@ class CostModel:
     def is_known(self) -> bool:
         """Whether any pass was measured."""
         return bool(self.curve.points)
+
+    def knows(self, rows: int) -> bool:
+        """Whether a pass of so many rows or fewer was measured: without one, more rows seem to cost nothing."""
+        return any(known <= rows for known in self.curve.points)
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
