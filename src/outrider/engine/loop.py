@@ -444,7 +444,7 @@ class Loop:
 
     def _teach(self, batch: Batch, drafts: Drafts, times: RoundTimes, emissions: list[Emission]) -> None:
         """The controller learns from the jobs that go on or ended well; it keeps nothing of those that failed."""
-        if not any([job.drafters for job in batch.decode]):
+        if not any(job.drafters for job in batch.decode):
             return
         try:
             outcomes = [(one.job, one.outcome) for one in emissions if one.outcome and not one.job.done]
