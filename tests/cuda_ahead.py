@@ -9,14 +9,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from outrider.backends.transformer import TransformerBackend
 from outrider.config import SchedulerConfig, SpeculationConfig
+from outrider.draft.base import Drafter
 from outrider.draft.model import ModelDrafter
+from outrider.draft.run_ahead import Cores, RunAheadDrafter
 from outrider.engine.engine import Engine
 from outrider.kv.pages import Pages
 from outrider.models.opening import open_model
@@ -43,18 +44,17 @@ def requests() -> list[Request]:
 
 
 def run(
-    folder: Path, device: str, run_ahead: Any, num_pages: int, preempt: str
+    folder: Path, device: str, run_ahead: bool, num_pages: int, preempt: str
 ) -> tuple[list[list[int]], float, Engine]:
     """The draft is the target again, so that most proposals are kept and much is drafted ahead."""
     pages = Pages(num_pages, 16)
     target = TransformerBackend(open_model(folder / "target"), pages, device=device)
     draft = TransformerBackend(open_model(folder / "target"), pages, device=device)
+    drafter: Drafter = ModelDrafter(draft, shares_slots=True)
+    if run_ahead:
+        drafter = RunAheadDrafter(drafter, target.ops, always=True, cores=Cores(device))
     engine = Engine(
-        target,
-        [ModelDrafter(draft, shares_slots=True)],
-        speculation=SpeculationConfig(width=4),
-        scheduling=SchedulerConfig(preempt=preempt),
-        run_ahead=run_ahead,
+        target, [drafter], speculation=SpeculationConfig(width=4), scheduling=SchedulerConfig(preempt=preempt)
     )
     engine.generate(requests()[:1])
     started = time.perf_counter()
@@ -69,14 +69,15 @@ def main() -> None:
         save(folder / "target", 8, 512)
         wanted, in_order_s, _ = run(folder, device, False, 256, "recompute")
         for title, run_ahead, num_pages, preempt in (
-            ("run-ahead", "always", 256, "recompute"),
-            ("run-ahead, few pages, recompute", "always", 40, "recompute"),
+            ("run-ahead", True, 256, "recompute"),
+            ("run-ahead, few pages, recompute", True, 40, "recompute"),
             ("in order, few pages, swap", False, 40, "swap"),
-            ("run-ahead, few pages, swap", "always", 40, "swap"),
+            ("run-ahead, few pages, swap", True, 40, "swap"),
         ):
             ours, seconds, engine = run(folder, device, run_ahead, num_pages, preempt)
             equal = sum(a == b for a, b in zip(ours, wanted, strict=True))
-            overlap = engine.loop.ahead.overlap if engine.loop.ahead is not None else None
+            drafter = engine.loop.router.drafters["model"]
+            overlap = drafter.overlap if isinstance(drafter, RunAheadDrafter) else None
             print(f"{title}: {equal} of {len(wanted)} answers equal, {seconds:.2f} s (in order {in_order_s:.2f} s)")
             print(f"  {overlap}, {engine.statistics.preemptions} preemptions")
             engine.loop.target.pages.check()
