@@ -291,6 +291,19 @@ def test_what_a_rewind_gives_back_stays_promised() -> None:
     assert pages.open((), 8) is None and pages.make_room(slot, 12)
 
 
+def test_a_trim_keeps_what_a_draft_holds_ahead_of_the_target() -> None:
+    pages = account(8)
+    slot = pages.open((), 4)
+    assert slot is not None and pages.make_room(slot, 24)
+    pages.advance(slot, TARGET, 6)
+    pages.advance(slot, DRAFT, 10)
+    assert pages.trim(slot)
+    assert pages.length(slot, TARGET) == 6 and pages.length(slot, DRAFT) == 10
+    assert pages.usage.held == 3, "places 0 to 9, four to a page"
+    assert not pages.trim(slot)
+    pages.check()
+
+
 @pytest.mark.parametrize("first", ["original", "fork"])
 def test_after_a_fork_both_reach_their_limit_whoever_writes_first(first: str) -> None:
     pages = account(8)

@@ -176,10 +176,13 @@ class Pages:
             self._promise(lease)
 
     def trim(self, slot: Slot) -> bool:
-        """Give back pages beyond what the sequence holds. Whether there were any."""
+        """Give back pages beyond what any store holds of the sequence. Whether there were any."""
         lease = self.leases[slot]
-        before = len(lease.pages)
-        self.rewind(slot, 0, lease.lengths[0])
+        before, keep = len(lease.pages), self._count(max(*lease.lengths, lease.written))
+        while len(lease.pages) > keep:
+            self._drop(lease.pages.pop())
+        if len(lease.pages) < before:
+            self._promise(lease)
         return len(lease.pages) < before
 
     def move(self, slot: Slot, store: int, sources: Sequence[int], start: int) -> None:
