@@ -292,7 +292,7 @@ def test_what_a_rewind_gives_back_stays_promised() -> None:
 
 
 def test_a_trim_keeps_what_a_draft_holds_ahead_of_the_target() -> None:
-    pages = account(8)
+    pages = account(8, stores=2)
     slot = pages.open((), 4)
     assert slot is not None and pages.make_room(slot, 24)
     pages.advance(slot, TARGET, 6)
