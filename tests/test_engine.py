@@ -708,7 +708,7 @@ def test_async_streams_cancelled_twice_leave_nothing() -> None:
 
 def test_an_async_reader_does_not_wait_for_those_in_line() -> None:
     """100 requests in line hold no thread: the first answer arrives while the others wait."""
-    engine = load(replace(CONFIG, seconds_per_pass=0.001), max_batch=1)
+    engine = load(replace(CONFIG, seconds_per_pass=0.004), max_batch=1)
     done: list[int] = []
 
     async def read(number: int) -> None:
@@ -716,7 +716,7 @@ def test_an_async_reader_does_not_wait_for_those_in_line() -> None:
             pass
         done.append(number)
         if number == 0:
-            assert engine.num_requests > 80  # it was read while the others waited
+            assert engine.num_requests > 50  # it was read while the others waited
 
     async def run() -> None:
         await asyncio.gather(*(read(number) for number in range(100)))
