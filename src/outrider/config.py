@@ -221,13 +221,3 @@ class SuffixConfig:
         check_number(self.factor, "suffix.factor", 0.0, 1e6, ConfigError, above=True)
         check_number(self.min_probability, "suffix.min_probability", 0.0, 1.0, ConfigError)
         check_number(self.smoothing, "suffix.smoothing", 0.0, 1e6, ConfigError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WidthConfig:
-    """How the engine finds the width that pays: `probing` is the share of the time it may lose by trying others."""
-
-    probing: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_number(self.probing, "width.probing", 0.0, 1.0, ConfigError)
