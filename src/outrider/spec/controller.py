@@ -2,7 +2,10 @@
 
 `cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths. A
 decision stands for a few rounds. While it says plain, a cheap probe now and then finds out whether that is still right;
-while it says draft, a plain round now and then confirms what plain decoding costs. Both are paid from a small credit.
+while it says draft, a plain round now and then confirms what plain decoding costs.
+
+Never slower is kept by an account: what drafting gains or loses against plain decoding is measured in every round. What
+is not known to pay (a probe, a drafter of which little was seen) is tried only as far as the account covers it.
 
 Fixed widths are applied outside of the decision and never changed. Lookups (ngram, suffix) cost nothing to try: what
 they find is cut where the next row costs more than it is expected to gain (`trim`).
@@ -17,17 +20,18 @@ from outrider.draft.base import DrafterInfo
 from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
-from outrider.spec.cost_model import CostModel
+from outrider.spec.cost_model import OUTLIER, CostModel
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands
 GAIN = 1.03  # what a change must bring
-CREDIT_SHARE = 0.012  # of the time may be lost by probes
-CREDIT_ROUNDS = 4.0  # plain rounds that the credit may come to
+ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
+MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
 ENOUGH = 6  # verified chains of a drafter for each request, before a decision to draft stands for several rounds
 LONGEST_GAP = 64  # rounds between two probes
 HORIZON = 128  # tokens of each answer that catching up must be repaid within
+MOST_LEFT = 1024  # tokens of an answer that are counted on, whatever its limit is
 DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better by than it looks
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
@@ -83,7 +87,8 @@ class WidthController:
         self._is_drafting = False  # because it pays, not as a probe
         self._probed = -HOLD  # the round of the last probe
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
-        self._credit = 0.0  # seconds that probes may lose
+        self._account = 0.0  # seconds that drafting gained against plain decoding, and a share of the time
+        self._plain_token_s = 0.0  # seconds of a token of plain decoding
         self._bad_rounds = 0
 
     # Choosing
@@ -143,19 +148,16 @@ class WidthController:
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
         steady = self._setting(num_jobs + fixed, num_jobs, free)
         plain_s = steady.seconds(0, ())
-        self._token_s = plain_s / max(1, num_jobs)
+        self._token_s = self._plain_token_s = plain_s / max(1, num_jobs)
         self._reason = LOOKUP
         if not free:
             return
-        candidates = [
-            Candidate(
-                index, self.acceptance.reach(batch.decode[index].id, name, batch.room[index], alone=num_jobs == 1)
-            )
-            for index, name in free.items()
-        ]
+        candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
+        is_known = all(self.acceptance.num_verified(name) >= ENOUGH * (1 + num_jobs) for name in set(free.values()))
         pays = bool(best.widths) and ratio >= (1.0 if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
+        pays = pays and (is_known or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
         if doubted is not None:
             self._widths = {batch.decode[index].id: width for index, width in doubted.items()}
@@ -172,8 +174,8 @@ class WidthController:
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if any(self.acceptance.num_verified(name) < ENOUGH * (1 + num_jobs) for name in set(free.values())):
-                self._left = 1  # little is known: look again at once
+            if not is_known:
+                self._left = 1  # look again at once
         else:
             self._probe(batch, free, candidates)
 
@@ -200,10 +202,12 @@ class WidthController:
             return None
         expected = setting.tokens + sum([sum(one.reach[: hoped.widths.get(one.place, 0)]) for one in candidates])
         loss = HOLD * max(0.0, hoped.seconds - expected * plain_s / setting.tokens)
-        if loss > self._credit:
-            return None
-        self._credit -= loss
-        return dict(hoped.widths)
+        return dict(hoped.widths) if self._covers(batch, loss) else None
+
+    def _covers(self, batch: Batch, loss: float) -> bool:
+        """Whether the account covers what may be lost, with what the rest of these answers will add to it."""
+        left = sum([min(job.limit - len(job.tokens), MOST_LEFT) for job in batch.decode])
+        return self._account + ALLOWED_LOSS * left * self._plain_token_s >= loss
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
         """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
@@ -249,9 +253,9 @@ class WidthController:
     def _is_plain_due(self, rows: int, ratio: float, plain_s: float) -> bool:
         """Whether a plain round is due, and the credit pays for what it loses."""
         loss = plain_s * (1.0 - 1.0 / ratio)
-        if self.costs.rounds_since(rows) < PLAIN_EVERY or loss > self._credit:
+        if self.costs.rounds_since(rows) < PLAIN_EVERY or loss > self._account:
             return False
-        self._credit -= loss
+        self._account -= loss
         return True
 
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
@@ -266,17 +270,13 @@ class WidthController:
             return
         entries = {one.place: self._entry_s(batch.decode[one.place], free[one.place]) for one in candidates}
         cheapest = sorted(candidates, key=lambda one: entries[one.place])[: max(1, num_jobs // 4)]
-        hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
-        may_well_pay = hoped.tokens / hoped.seconds >= GAIN * num_jobs / now_s
+        total = 0.0
         for candidate in cheapest:
             job, name = batch.decode[candidate.place], free[candidate.place]
             width, loss = self._probe_width(candidate, setting, now_s)
-            loss += entries[candidate.place]
-            # An answer that has long to go lends what its rest will earn; more, if drafting may well pay.
-            lent = CREDIT_SHARE * self._token_s * (job.limit - len(job.tokens))
-            if loss > self._credit + (2.0 * lent if may_well_pay else lent):
+            total += max(0.0, loss) + entries[candidate.place]
+            if not self._covers(batch, total):
                 break
-            self._credit -= max(0.0, loss)
             self._widths[job.id] = width
             if self._probed < self.costs.num_rounds:
                 self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
@@ -334,8 +334,8 @@ class WidthController:
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
+        self._balance(batch, times, outcomes)
         self._learn_costs(batch, drafts, times, outcomes)
-        self._credit = min(self._credit + CREDIT_SHARE * times.round_s, CREDIT_ROUNDS * self.costs.pass_s(self._fed))
         kept_any = drafted_any = False
         for job, outcome in outcomes:
             if not job.drafters:
@@ -359,6 +359,21 @@ class WidthController:
                 self._bad_rounds = self._left = 0
         self._found.clear()
         return self._count(batch)
+
+    def _balance(self, batch: Batch, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        """Book what the round's drafts gained or lost against plain decoding, and a share of the time."""
+        gained = ALLOWED_LOSS * times.round_s
+        drafted = sum([outcome.drafted for _, outcome in outcomes])
+        is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
+        if drafted and is_free and not times.skip:
+            rows, num_jobs = times.num_fed, len(batch.decode)
+            plain_s = self.costs.pass_s(rows - drafted, num_jobs, self._context)
+            most_s = OUTLIER * self.costs.pass_s(rows, num_jobs, self._context)  # a hiccup of the machine is no loss
+            kept = sum([outcome.accepted for _, outcome in outcomes])
+            if self._reason == PROBE and num_jobs > 1:
+                kept = 0  # a few requests that end earlier do not make the batch faster
+            gained += kept * self._plain_token_s - times.draft_s - (min(times.pass_s, most_s) - plain_s)
+        self._account = min(self._account + gained, MOST_ROUNDS * self._plain_token_s * len(batch.decode))
 
     def _learn_lookup(self, job: Job, found: Found) -> None:
         emitted = job.tokens[found.start :]

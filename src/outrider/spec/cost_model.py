@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
+SLOPE_DECAY = 0.99  # of what slopes were learned from, a round
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -61,25 +62,27 @@ class Curve:
 
 
 class Slope:
-    """A decayed regression of what is left over on one quantity. Negative slopes are noise, and count as 0."""
+    """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean, and
+    only what moves away from that teaches. Negative slopes are noise, and count as 0."""
 
     def __init__(self, spread: float) -> None:
         self._least = spread * spread  # variance of the quantity below which nothing can be learned
-        self._mean = self._rest = self._variance = self._covariance = 0.0
-        self._weight = 0.0
+        self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
+        self._weight = self._variance = self._covariance = 0.0
 
     @property
     def value(self) -> float:
         return max(0.0, self._covariance / self._variance) if self._variance > self._least else 0.0
 
-    def add(self, quantity: float, rest: float) -> None:
-        self._weight = 0.99 * self._weight + 1.0
-        share = 1.0 / self._weight
-        away, off = quantity - self._mean, rest - self._rest
-        self._mean += share * away
-        self._rest += share * off
-        self._variance += share * (away * (quantity - self._mean) - self._variance)
-        self._covariance += share * (away * (rest - self._rest) - self._covariance)
+    def add(self, rows: int, quantity: float, seconds: float) -> None:
+        weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
+        weight = SLOPE_DECAY * weight + 1.0
+        away, off = quantity - mean_quantity, seconds - mean_seconds
+        mean_quantity += away / weight
+        self._means[rows] = (weight, mean_quantity, mean_seconds + off / weight)
+        self._weight = SLOPE_DECAY * self._weight + 1.0
+        self._variance += (away * (quantity - mean_quantity) - self._variance) / self._weight
+        self._covariance += ((quantity - mean_quantity) * off - self._covariance) / self._weight
 
 
 class CostModel:
@@ -93,7 +96,6 @@ class CostModel:
         self.scale = 1.0
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
-        self._first: dict[int, float] = {}  # rows -> seconds of the first round that fed so many
         self.trusts_new = False  # whether one round settles a new point, as in a profile
         self._by_context = Slope(spread=64.0)
         self._by_request = Slope(spread=1.0)
@@ -139,10 +141,8 @@ class CostModel:
         expected = self.scale * self.curve(rows) + slopes
         if rows in self.curve.points:
             seconds = min(seconds, OUTLIER * expected)
-        # Compared with the first round of as many rows, not with the curve: that is moving, as the context is.
-        change = seconds - self._first.setdefault(rows, seconds)
-        self._by_context.add(context, change)
-        self._by_request.add(requests, change - self._by_context.value * context)
+        self._by_context.add(rows, context, seconds)
+        self._by_request.add(rows, requests, seconds - self._by_context.value * context)
         own = max(seconds - slopes, 0.1 * seconds) / self.scale
         if rows in self.curve.points and self.trusts_new:
             self.curve.move(rows, own, 0.5)
