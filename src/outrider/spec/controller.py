@@ -28,8 +28,9 @@ GAIN = 1.03  # what a change must bring
 ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
 MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
-ENOUGH = 6  # verified chains of a drafter for each request, before a decision to draft stands for several rounds
-LONGEST_GAP = 64  # rounds between two probes
+ENOUGH = 24  # verified chains of a drafter, before a decision to draft stands for several rounds
+LONGEST_GAP = 64  # rounds between two probes,
+PROBE_SHARE = 0.004  # or as many as make a probe cost so much of the time
 HORIZON = 128  # tokens of each answer that catching up must be repaid within
 MOST_LEFT = 1024  # tokens of an answer that are counted on, whatever its limit is
 DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better by than it looks
@@ -155,7 +156,7 @@ class WidthController:
         candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        is_known = all(self.acceptance.num_verified(name) >= ENOUGH * (1 + num_jobs) for name in set(free.values()))
+        is_known = all(self.acceptance.num_verified(name) >= ENOUGH for name in set(free.values()))
         pays = bool(best.widths) and ratio >= (1.0 if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
         pays = pays and (is_known or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
@@ -261,8 +262,7 @@ class WidthController:
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
         """Let a few requests draft, if the credit pays for what that loses and drafting could pay at all."""
         num_jobs = len(batch.decode)
-        if self.costs.num_rounds - self._probed < self._probe_gap:
-            return
+        rested = self.costs.num_rounds - self._probed
         setting = self._setting(self._fed, num_jobs, free)
         hopeful = [Candidate(one.place, [1.0] * len(one.reach)) for one in candidates]
         hope, now_s = choose_uniform(hopeful, setting, WIDTHS), setting.seconds(0, ())
@@ -275,7 +275,8 @@ class WidthController:
             job, name = batch.decode[candidate.place], free[candidate.place]
             width, loss = self._probe_width(candidate, setting, now_s)
             total += max(0.0, loss) + entries[candidate.place]
-            if not self._covers(batch, total):
+            is_due = rested >= self._probe_gap or PROBE_SHARE * now_s * rested >= total
+            if not is_due or not self._covers(batch, total):
                 break
             self._widths[job.id] = width
             if self._probed < self.costs.num_rounds:
@@ -354,7 +355,7 @@ class WidthController:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         if drafted_any:
             self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
-            self._probe_gap = HOLD if kept_any else self._probe_gap
+            self._probe_gap = 1 if kept_any else max(HOLD, self._probe_gap)
             if self._bad_rounds >= BAD_ROUNDS:
                 self._bad_rounds = self._left = 0
         self._found.clear()
