@@ -93,7 +93,7 @@ class Profiler:
         for width in WIDTHS:
             for drafter in self._drafters:
                 rows = width + 1 if width == WIDTHS[0] else READ + 2 * width  # two rounds: a prompt, then drafts
-                draft_s = width * costs.step_s(drafter.name, 1) + costs.read_s(drafter.name, rows)
+                draft_s = width * costs.step_s(drafter.name, 1) + costs.read_s(drafter.name, rows, 1)
                 if self._clock.now() + costs.pass_s(rows) + draft_s <= deadline:
                     self._rounds(drafter, width)
         for rows in ROWS:

@@ -19,7 +19,7 @@ ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
 LEAST_EVIDENCE = 8.0  # verified tokens that the pool's evidence does not fade below
 FIRST_GUESS = 0.75  # acceptance of a drafter of which nothing is known
 POOL_STRENGTH = 4.0  # verified tokens that a guess for the pool counts for
-POSITION_STRENGTH = 12.0  # verified tokens that the mean of all positions counts for, at a single one
+POSITION_STRENGTH = 12.0  # verified tokens that the mean of a position counts for, at the next one
 PRIOR_STRENGTH = 40.0  # the same, where the drafter brings a measured prior
 OWN_STRENGTH = 10.0  # verified tokens that the pool counts for, for one request decoding alone
 OWN_STRENGTH_BATCH = 60.0  # the same in a batch: widths that differ by noise leave stragglers
@@ -51,15 +51,9 @@ class Positions:
                 self.kept[position] *= kept_share
                 self.verified[position] *= kept_share
 
-    def overall(self, guess: float, strength: float) -> float:
-        """The expected acceptance of any position."""
-        return (sum(self.kept) + guess * strength) / (sum(self.verified) + strength)
-
-    def mean(self, position: int, guess: float, strength: float, doubt: float = 0.0) -> float:
-        """The expected acceptance at a position. doubt: standard deviations that it may well be better by."""
-        weight = self.verified[position] + strength
-        mean = (self.kept[position] + guess * strength) / weight
-        return mean if not doubt else min(1.0, mean + doubt * sqrt(mean * (1.0 - mean) / weight))
+    def mean(self, position: int, guess: float, strength: float) -> float:
+        """The expected acceptance at a position."""
+        return (self.kept[position] + guess * strength) / (self.verified[position] + strength)
 
 
 class Acceptance:
@@ -69,7 +63,6 @@ class Acceptance:
         self._priors = {info.name: _conditional(info.prior) for info in drafters}
         self._pools: dict[tuple[str, int], Positions] = {}
         self._long_run: dict[tuple[str, int], Positions] = {}  # the same, without ageing: what the pool returns to
-        self._num_verified: dict[str, int] = {}
         self._aged: dict[str, int] = {}  # drafter -> the round in which its evidence was last aged
         self._own: dict[int, dict[tuple[str, int], Positions]] = {}  # by job id
 
@@ -86,18 +79,23 @@ class Acceptance:
         """For each position the probability that a chain is kept up to and including it.
 
         alone: whether the request decodes alone. matched: of a lookup, the tokens that match before the proposal.
-        doubt: standard deviations by which the request may well be better than expected.
+        doubt: standard deviations by which acceptance may well be better than expected; worse, if it is negative.
         """
         width = min(width, DEPTH)
         key = (drafter, _match_class(matched))
         means = self._pool_means(drafter, key, width)
-        own = self._own.get(job_id, {}).get(key)
+        own, pool = self._own.get(job_id, {}).get(key), self._pools.get(key)
         strength = OWN_STRENGTH if alone else OWN_STRENGTH_BATCH
         chances, reached, before = [], 1.0, None
         for position, mean in enumerate(means):
             if own is not None:  # later positions are like the pool's and like the request's earlier ones
                 guess = mean if before is None else 0.5 * (mean + before)
-                mean = before = own.mean(position, guess, strength, doubt)
+                mean = before = own.mean(position, guess, strength)
+            if doubt:
+                evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
+                if own is not None:
+                    evidence = own.verified[position] + min(strength, evidence)
+                mean = min(1.0, max(0.0, mean + doubt * sqrt(mean * (1.0 - mean) / evidence)))
             reached *= mean
             chances.append(reached)
         return chances
@@ -105,7 +103,6 @@ class Acceptance:
     def add(self, job_id: int | None, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:
         """A chain of `drafted` tokens was verified. job_id: None where the request's width is fixed anyway."""
         key = (drafter, _match_class(matched))
-        self._num_verified[drafter] = self._num_verified.get(drafter, 0) + 1
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = Positions()
@@ -121,10 +118,6 @@ class Acceptance:
         if own is None:
             own = records[key] = Positions()
         own.add(accepted, drafted, OWN_DECAY)
-
-    def num_verified(self, drafter: str) -> int:
-        """Chains of the drafter that were verified so far."""
-        return self._num_verified.get(drafter, 0)
 
     def age(self, drafter: str, now: int) -> None:
         """Old evidence counts for less. now: rounds so far; those since the last call are what has passed."""
@@ -149,13 +142,15 @@ class Acceptance:
         guess = FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
         if pool is None:
             return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
-        overall = self._long_run[key].overall(guess, POOL_STRENGTH)
-        means = []
+        long_run = self._long_run[key]
+        mean, strength, means = long_run.mean(0, guess, POOL_STRENGTH), POOL_STRENGTH, list[float]()
         for position in range(width):
             if position < len(prior):
-                means.append(pool.mean(position, prior[position], PRIOR_STRENGTH))
-            else:
-                means.append(pool.mean(position, overall, POSITION_STRENGTH))
+                mean = pool.mean(position, prior[position], PRIOR_STRENGTH)
+            else:  # like the position before it
+                mean = pool.mean(position, mean, strength)
+            strength = POSITION_STRENGTH
+            means.append(mean)
         return means
 
 

@@ -28,12 +28,11 @@ GAIN = 1.03  # what a change must bring
 ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
 MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
-ENOUGH = 24  # verified chains of a drafter, before a decision to draft stands for several rounds
 LONGEST_GAP = 64  # rounds between two probes,
 PROBE_SHARE = 0.004  # or as many as make a probe cost so much of the time
-HORIZON = 128  # tokens of each answer that catching up must be repaid within
+HORIZON = 256  # tokens of each answer that catching up must be repaid within
 MOST_LEFT = 1024  # tokens of an answer that are counted on, whatever its limit is
-DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better by than it looks
+DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better or worse by than it looks
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
@@ -156,9 +155,9 @@ class WidthController:
         candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        is_known = all(self.acceptance.num_verified(name) >= ENOUGH for name in set(free.values()))
         pays = bool(best.widths) and ratio >= (1.0 if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
-        pays = pays and (is_known or self._covers(batch, 0.0))
+        is_sure = pays and bool(self._best(self._candidates(batch, free, -DOUBT_DEVIATIONS), steady, None).widths)
+        pays = pays and (is_sure or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
         if doubted is not None:
             self._widths = {batch.decode[index].id: width for index, width in doubted.items()}
@@ -169,13 +168,14 @@ class WidthController:
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
             if self._fed != num_jobs + fixed:  # a prefill shares the pass: a token keeps the value of a steady round
                 best = self._best(candidates, self._setting(self._fed, num_jobs, free), self._token_s)
+                self._left = 1
         self._is_drafting = pays
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
         if pays and self._is_plain_due(num_jobs + fixed, ratio, plain_s):
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if not is_known:
+            if not is_sure:
                 self._left = 1  # look again at once
         else:
             self._probe(batch, free, candidates)
@@ -235,7 +235,7 @@ class WidthController:
     def _repays(self, batch: Batch, free: Mapping[int, str], best: Choice, ratio: float) -> bool:
         """Whether the rest of the answers gains more than it costs drafters to catch up."""
         unread = sum([self._unread_tokens(batch.decode[index]) for index in best.widths])
-        entry_s = max([self.costs.read_s(free[index], unread) for index in best.widths]) if unread else 0.0
+        entry_s = max([self.costs.read_s(free[index], unread, len(best.widths)) for index in best.widths])
         if entry_s == 0.0:
             return True
         left = sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
@@ -243,8 +243,7 @@ class WidthController:
 
     def _entry_s(self, job: Job, drafter: str) -> float:
         """Seconds to read what the drafter has not seen of the job. A few tokens are part of every proposal."""
-        unread = self._unread_tokens(job)
-        return self.costs.read_s(drafter, unread) if unread else 0.0
+        return self.costs.read_s(drafter, self._unread_tokens(job), 1)
 
     def _unread_tokens(self, job: Job) -> int:
         """Tokens of the job that its drafter has not read; a few are part of every proposal, and do not count."""
@@ -398,7 +397,7 @@ class WidthController:
                 self._reading_s[name] = self._reading_s.get(name, 0.0) + seconds
             elif unread:
                 spent_s = self._reading_s.pop(name, 0.0) + seconds
-                self.costs.observe_read(name, unread, spent_s - self.costs.draft_s(name, steps))
+                self.costs.observe_read(name, unread, steps[0], spent_s - self.costs.draft_s(name, steps))
             elif steps and not drafts.parents:
                 self.costs.observe_draft(name, steps, seconds)
         if times.steady:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.99  # of what slopes were learned from, a round
+LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -92,7 +93,7 @@ class CostModel:
         """points: seconds of a pass by rows. steps: seconds of one draft step of a single request, by drafter."""
         self.curve = Curve(points)
         self.steps = dict(steps or {})
-        self.reads: dict[str, float] = {}  # what reading takes, as a share of a draft step of as many rows
+        self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.scale = 1.0
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
@@ -123,9 +124,13 @@ class CostModel:
         """Chains: how many requests still want a token at each step."""
         return sum([self.step_s(drafter, requests) for requests in requests_by_step])
 
-    def read_s(self, drafter: str, tokens: int) -> float:
-        """Reading so many tokens that the drafter has not seen: at first, a draft step of so many rows."""
-        return self.reads.get(drafter, 1.0) * self.step_s(drafter, tokens)
+    def read_s(self, drafter: str, tokens: int, requests: int) -> float:
+        """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
+        if tokens == 0:
+            return 0.0
+        return self.reads.get(drafter, 1.0) * (
+            self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests)
+        )
 
     def rounds_since(self, rows: int) -> int:
         """Rounds since a pass of so many rows was measured."""
@@ -164,10 +169,11 @@ class CostModel:
         ratio = min(seconds / expected, OUTLIER)
         self.steps[drafter] *= 1.0 + 2.0 * FOLLOW * (ratio - 1.0)
 
-    def observe_read(self, drafter: str, tokens: int, seconds: float) -> None:
-        """Catching up on so many tokens took so long."""
-        expected = self.step_s(drafter, tokens)
-        if expected > 0.0:
+    def observe_read(self, drafter: str, tokens: int, requests: int, seconds: float) -> None:
+        """Catching up on so many tokens took so much longer than drafting alone."""
+        step_s = self.step_s(drafter, requests)
+        expected = self.step_s(drafter, tokens + requests) - step_s
+        if expected > LEAST_READ * step_s:  # less drowns in noise
             before = self.reads.get(drafter, 1.0)
             self.reads[drafter] = before + 0.5 * (max(0.0, seconds) / expected - before)
 
