@@ -74,11 +74,9 @@ class Profiler:
 
     def measure(self) -> CostModel:
         costs = self._engine.loop.controller.costs
-        costs.trusts_new = True
-        try:
-            self._measure(costs)
-        finally:
-            costs.trusts_new = False
+        costs.is_profile = True
+        self._measure(costs)
+        costs.end_profile()
         return costs
 
     def _measure(self, costs: CostModel) -> None:

@@ -24,7 +24,8 @@ from outrider.spec.cost_model import OUTLIER, CostModel
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands
-GAIN = 1.03  # what a change must bring
+GAIN = 1.05  # what drafting must bring to begin: in a batch, requests that drift apart cost some of it
+STAY = 1.02  # what it must bring to go on
 ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
 MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
 BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
@@ -155,7 +156,7 @@ class WidthController:
         candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        pays = bool(best.widths) and ratio >= (1.0 if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
+        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
         is_sure = pays and bool(self._best(self._candidates(batch, free, -DOUBT_DEVIATIONS), steady, None).widths)
         pays = pays and (is_sure or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None

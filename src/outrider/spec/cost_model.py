@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
-SLOPE_DECAY = 0.99  # of what slopes were learned from, a round
+SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
@@ -67,13 +67,13 @@ class Slope:
     only what moves away from that teaches. Negative slopes are noise, and count as 0."""
 
     def __init__(self, spread: float) -> None:
-        self._least = spread * spread  # variance of the quantity below which nothing can be learned
+        self._least = spread * spread  # variance of the quantity below which little can be learned
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._weight = self._variance = self._covariance = 0.0
 
     @property
     def value(self) -> float:
-        return max(0.0, self._covariance / self._variance) if self._variance > self._least else 0.0
+        return max(0.0, self._covariance / (self._variance + self._least))
 
     def add(self, rows: int, quantity: float, seconds: float) -> None:
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
@@ -97,9 +97,15 @@ class CostModel:
         self.scale = 1.0
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
-        self.trusts_new = False  # whether one round settles a new point, as in a profile
-        self._by_context = Slope(spread=64.0)
+        self.is_profile = False  # whether one round settles a point
+        self._by_context = Slope(spread=16.0)
         self._by_request = Slope(spread=1.0)
+
+    def end_profile(self) -> None:
+        """From here on rounds correct what was measured: the first ones much, later ones little."""
+        self.is_profile = False
+        self.num_rounds = 0
+        self._seen.clear()
 
     @property
     def is_known(self) -> bool:
@@ -149,20 +155,22 @@ class CostModel:
         self._by_context.add(rows, context, seconds)
         self._by_request.add(rows, requests, seconds - self._by_context.value * context)
         own = max(seconds - slopes, 0.1 * seconds) / self.scale
-        if rows in self.curve.points and self.trusts_new:
+        if rows in self.curve.points and self.is_profile:
             self.curve.move(rows, own, 0.5)
         elif rows in self.curve.points:
-            self.scale *= 1.0 + FOLLOW * (own / self.curve(rows) - 1.0)
-            self.curve.move(rows, own, FOLLOW)
+            # The first rounds tell how far off the profile is as a whole; what is left is this point's.
+            faster = 1.0 + max(FOLLOW, 1.0 / (1 + self.num_rounds)) * (own / self.curve(rows) - 1.0)
+            self.scale *= faster
+            self.curve.move(rows, own / faster, FOLLOW)
         else:  # between known points: one round is no proof
-            share = 1.0 if self.trusts_new else 0.5
+            share = 1.0 if self.is_profile else 0.5
             self.curve.move(rows, self.curve(rows) + share * (own - self.curve(rows)), 1.0)
         self._seen[rows] = self.num_rounds
 
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""
         expected = self.draft_s(drafter, requests_by_step)
-        if drafter not in self.steps or expected <= 0.0 or self.trusts_new:
+        if drafter not in self.steps or expected <= 0.0 or self.is_profile:
             units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
             self.steps[drafter] = seconds / (self.scale * units)
             return
@@ -179,5 +187,5 @@ class CostModel:
 
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
-        if self.is_known and rows > max(self.curve.points):
+        if self.num_rounds and rows > max(self.curve.points):  # before the first round the scale is not known
             self.curve.move(rows, seconds / self.scale, 1.0)
