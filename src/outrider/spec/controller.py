@@ -34,6 +34,7 @@ PROBE_SHARE = 0.004  # or as many as make a probe cost so much of the time
 HORIZON = 256  # tokens of each answer that catching up must be repaid within
 MOST_LEFT = 1024  # tokens of an answer that are counted on, whatever its limit is
 DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better or worse by than it looks
+SURE_DEVIATIONS = 0.5  # that acceptance may be worse by, where drafting surely pays
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
@@ -157,7 +158,7 @@ class WidthController:
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
         pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
-        is_sure = pays and bool(self._best(self._candidates(batch, free, -DOUBT_DEVIATIONS), steady, None).widths)
+        is_sure = pays and bool(self._best(self._candidates(batch, free, -SURE_DEVIATIONS), steady, None).widths)
         pays = pays and (is_sure or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
         if doubted is not None:
