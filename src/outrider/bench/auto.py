@@ -1,8 +1,8 @@
 """Is the engine's own choice of width as good as the best fixed one? Plain, `auto` and fixed widths take turns.
 
-Every width has an engine of its own in one process, with the same model and drafters. Each prompt is answered once by
-each of them, in an order that rotates, so that a slow minute of the machine hits all alike. Ratios are of seconds a
-token, by kind of work and for all; answers are greedy.
+Every width has an engine of its own in one process, with the same model and drafters. They answer each prompt at the
+same time and by turns of a tenth of a second, so that a slow second of the machine hits all alike. Ratios are of seconds
+a token, by kind of work and for all; answers are greedy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from outrider.bench.work import Work
 from outrider.engine.engine import Engine
 
 FIXED = (1, 2, 3, 5)
+TURN_S = 0.1
 WARM = "Tell me about the weather in a place that you know."
 
 
@@ -58,8 +59,7 @@ def readings(
             width: stack.enter_context(Engine.load(model, draft=draft, width=width, threads=threads, threaded=False))
             for width in widths
         }
-        for engine in engines.values():
-            _answer(engine, WARM, max_tokens)
+        _answers(engines, WARM, max_tokens)
         if mixed:
             everything = [prompt for prompts in work.values() for prompt in islice(prompts, limit)]
             random.Random(0).shuffle(everything)
@@ -79,15 +79,26 @@ def _reading(kind: str, prompts: Sequence[str], engines: dict[int | None, Engine
     reading, widths = Reading(kind), list(engines)
     for number, prompt in enumerate(prompts):
         turn = number % len(widths)
-        answers = {}
-        for width in [*widths[turn:], *widths[:turn]]:
-            started = time.perf_counter()
-            answers[width] = _answer(engines[width], prompt, max_tokens)
-            reading.add(width, time.perf_counter() - started, len(answers[width]))
-        reading.differing += sum(answer != answers[0] for answer in answers.values())
+        answers = _answers({width: engines[width] for width in [*widths[turn:], *widths[:turn]]}, prompt, max_tokens)
+        for width, (seconds, tokens) in answers.items():
+            reading.add(width, seconds, len(tokens))
+            reading.differing += tokens != answers[0][1]
     return reading
 
 
-def _answer(engine: Engine, prompt: str, max_tokens: int) -> list[int]:
-    tokens = engine.encode_chat([{"role": "user", "content": prompt}])
-    return engine.generate(tokens, max_tokens=max_tokens, temperature=0.0).token_ids
+def _answers(
+    engines: dict[int | None, Engine], prompt: str, max_tokens: int
+) -> dict[int | None, tuple[float, list[int]]]:
+    """Seconds and tokens of each engine's answer; they take turns until all have ended."""
+    seconds, streams = dict.fromkeys(engines, 0.0), {}
+    for width, engine in engines.items():
+        tokens = engine.encode_chat([{"role": "user", "content": prompt}])
+        streams[width] = engine.stream(tokens, max_tokens=max_tokens, temperature=0.0)
+    while running := [width for width, stream in streams.items() if not stream.is_over]:
+        for width in running:
+            started = now = time.perf_counter()
+            while now - started < TURN_S and not streams[width].is_over:
+                engines[width].step()
+                now = time.perf_counter()
+            seconds[width] += now - started
+    return {width: (seconds[width], stream.tokens) for width, stream in streams.items()}

@@ -168,7 +168,9 @@ def _load(path: Path | None) -> CostModel | None:
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
         points = {int(rows): float(seconds) for rows, seconds in content["points"].items()}
-        return CostModel(points, {str(name): float(seconds) for name, seconds in content["steps"].items()})
+        costs = CostModel(points, {str(name): float(seconds) for name, seconds in content["steps"].items()})
+        costs.reads = {str(name): float(share) for name, share in content["reads"].items()}
+        return costs
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.info("the stored profile %s cannot be used: %s", path, error)
         return None
@@ -180,7 +182,8 @@ def _store(path: Path | None, costs: CostModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps({"points": costs.curve.points, "steps": costs.steps}), encoding="utf-8")
+        content = {"points": costs.curve.points, "steps": costs.steps, "reads": costs.reads}
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         log.info("the profile could not be stored: %s", error)
