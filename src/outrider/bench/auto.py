@@ -1,8 +1,8 @@
 """Is the engine's own choice of width as good as the best fixed one? Plain, `auto` and fixed widths take turns.
 
 Every width has an engine of its own in one process, with the same model and drafters. They answer each prompt at the
-same time and by turns of a tenth of a second, so that a slow second of the machine hits all alike. Ratios are of seconds
-a token, by kind of work and for all; answers are greedy.
+same time and by turns of a tenth of a second, so that a slow second of the machine hits all alike. Ratios are of
+seconds a token, by kind of work and for all; answers are greedy.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ log = logging.getLogger("outrider")
 SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
 FIRST_ROWS = 8  # kernels and memory behave alike up to about here
-WIDTHS = (1, 4)  # of the dummy rounds
-READ = 32  # tokens of a prompt that drafters read
+DUMMIES = ((1, 1), (1, 4), (1, 1), (32, 1))  # (tokens of a prompt, width): what drafting takes, then reading
 ROWS = (16, 4, 32, 64, 128, 256)  # of further passes, in this order
 DRIFT = 0.25  # how far a stored profile may be off
 TENANT = "\0profile"  # its prompts are found by no request
@@ -88,12 +87,11 @@ class Profiler:
         deadline = began + max(SECONDS, PASSES * one_row_s)
         costs.curve.move(1, one_row_s, 1.0)
         self._pass(costs, FIRST_ROWS, deadline)
-        for width in WIDTHS:
+        for length, width in DUMMIES:
             for drafter in self._drafters:
-                rows = width + 1 if width == WIDTHS[0] else READ + 2 * width  # two rounds: a prompt, then drafts
-                draft_s = width * costs.step_s(drafter.name, 1) + costs.read_s(drafter.name, rows, 1)
-                if self._clock.now() + costs.pass_s(rows) + draft_s <= deadline:
-                    self._rounds(drafter, width)
+                draft_s = costs.draft_s(drafter.name, [1] * width) + costs.read_s(drafter.name, length, 1)
+                if self._clock.now() + costs.pass_s(length + width + 1) + draft_s <= deadline:
+                    self._rounds(drafter, length, width)
         for rows in ROWS:
             self._pass(costs, rows, deadline)
 
@@ -103,13 +101,12 @@ class Profiler:
         if rows < self._target.info.context and self._clock.now() + most_s <= deadline:
             costs.curve.move(rows, self._rows_s(rows) / costs.scale, 1.0)
 
-    def _rounds(self, drafter: Drafter, width: int) -> None:
+    def _rounds(self, drafter: Drafter, length: int, width: int) -> None:
         """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
-        prompt = self._prompt(1 if width == WIDTHS[0] else READ)  # the second time, it has something to read, too
+        prompt = self._prompt(length)
         stream = self._engine.stream(prompt, method=drafter.name, width=width, **_dummy(2 * width + 4))
         for _ in range(3):
-            events = self._engine.step()
-            if any(event.drafts for event in events):
+            if any(event.drafts for event in self._engine.step()):
                 break
         stream.close()
         if stream.error is not None:
@@ -169,6 +166,7 @@ def _load(path: Path | None) -> CostModel | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         points = {int(rows): float(seconds) for rows, seconds in content["points"].items()}
         costs = CostModel(points, {str(name): float(seconds) for name, seconds in content["steps"].items()})
+        costs.starts = {str(name): float(seconds) for name, seconds in content["starts"].items()}
         costs.reads = {str(name): float(share) for name, share in content["reads"].items()}
         return costs
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -182,7 +180,7 @@ def _store(path: Path | None, costs: CostModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".part")
-        content = {"points": costs.curve.points, "steps": costs.steps, "reads": costs.reads}
+        content = {"points": costs.curve.points, "steps": costs.steps, "starts": costs.starts, "reads": costs.reads}
         temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

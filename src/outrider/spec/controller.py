@@ -157,7 +157,9 @@ class WidthController:
         candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
+        pays = (
+            bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
+        )
         is_sure = pays and bool(self._best(self._candidates(batch, free, -SURE_DEVIATIONS), steady, None).widths)
         pays = pays and (is_sure or self._covers(batch, 0.0))
         doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
@@ -222,15 +224,10 @@ class WidthController:
 
     def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str]) -> Setting:
         costs, context, names = self.costs, self._context, set(free.values())
-        steps: dict[int, float] = {}
-
-        def step_s(requests: int) -> float:
-            if requests not in steps:
-                steps[requests] = max([costs.step_s(name, requests) for name in names], default=0.0)
-            return steps[requests]
 
         def seconds(drafted: int, requests_by_step: Sequence[int]) -> float:
-            return costs.pass_s(rows + drafted, num_jobs, context) + sum(map(step_s, requests_by_step))
+            draft_s = max([costs.draft_s(name, requests_by_step) for name in names], default=0.0)
+            return costs.pass_s(rows + drafted, num_jobs, context) + draft_s
 
         return Setting(num_jobs, seconds)
 

@@ -63,8 +63,8 @@ class Curve:
 
 
 class Slope:
-    """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean, and
-    only what moves away from that teaches. Negative slopes are noise, and count as 0."""
+    """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean,
+    and only what moves away from that teaches. Negative slopes are noise, and count as 0."""
 
     def __init__(self, spread: float) -> None:
         self._least = spread * spread  # variance of the quantity below which little can be learned
@@ -93,6 +93,8 @@ class CostModel:
         """points: seconds of a pass by rows. steps: seconds of one draft step of a single request, by drafter."""
         self.curve = Curve(points)
         self.steps = dict(steps or {})
+        self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
+        self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.scale = 1.0
         self.num_rounds = 0
@@ -128,15 +130,16 @@ class CostModel:
 
     def draft_s(self, drafter: str, requests_by_step: Sequence[int]) -> float:
         """Chains: how many requests still want a token at each step."""
-        return sum([self.step_s(drafter, requests) for requests in requests_by_step])
+        if not requests_by_step:
+            return 0.0
+        start_s = self.scale * self.starts.get(drafter, 0.0)
+        return start_s + sum([self.step_s(drafter, requests) for requests in requests_by_step])
 
     def read_s(self, drafter: str, tokens: int, requests: int) -> float:
         """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
         if tokens == 0:
             return 0.0
-        return self.reads.get(drafter, 1.0) * (
-            self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests)
-        )
+        return self.reads.get(drafter, 1.0) * (self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests))
 
     def rounds_since(self, rows: int) -> int:
         """Rounds since a pass of so many rows was measured."""
@@ -170,12 +173,26 @@ class CostModel:
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""
         expected = self.draft_s(drafter, requests_by_step)
-        if drafter not in self.steps or expected <= 0.0 or self.is_profile:
+        if self.is_profile:
+            self._profile_draft(drafter, len(requests_by_step), seconds)
+        elif drafter not in self.steps or expected <= 0.0:
             units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
             self.steps[drafter] = seconds / (self.scale * units)
-            return
-        ratio = min(seconds / expected, OUTLIER)
-        self.steps[drafter] *= 1.0 + 2.0 * FOLLOW * (ratio - 1.0)
+        else:
+            faster = 1.0 + 2.0 * FOLLOW * (min(seconds / expected, OUTLIER) - 1.0)
+            self.steps[drafter] *= faster
+            self.starts[drafter] = self.starts.get(drafter, 0.0) * faster
+
+    def _profile_draft(self, drafter: str, num_steps: int, seconds: float) -> None:
+        """A short and a long chain of one request tell the steps from what comes before them."""
+        profiled = self._profiled.setdefault(drafter, {})
+        profiled[num_steps] = min(seconds, profiled.get(num_steps, seconds))
+        short, long = min(profiled), max(profiled)
+        step_s = profiled[short] / short
+        if long > short:
+            step_s = min(step_s, max(0.0, profiled[long] - profiled[short]) / (long - short))
+        self.steps[drafter] = step_s / self.scale
+        self.starts[drafter] = profiled[short] / self.scale - short * self.steps[drafter]
 
     def observe_read(self, drafter: str, tokens: int, requests: int, seconds: float) -> None:
         """Catching up on so many tokens took so much longer than drafting alone."""
@@ -183,7 +200,8 @@ class CostModel:
         expected = self.step_s(drafter, tokens + requests) - step_s
         if expected > LEAST_READ * step_s:  # less drowns in noise
             before = self.reads.get(drafter, 1.0)
-            self.reads[drafter] = before + 0.5 * (max(0.0, seconds) / expected - before)
+            share = 1.0 if self.is_profile else 2.0 * FOLLOW
+            self.reads[drafter] = before + share * (max(0.0, seconds) / expected - before)
 
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
