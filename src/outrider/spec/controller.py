@@ -232,13 +232,13 @@ class WidthController:
         return Setting(num_jobs, seconds)
 
     def _repays(self, batch: Batch, free: Mapping[int, str], best: Choice, ratio: float) -> bool:
-        """Whether the rest of the answers gains more than it costs drafters to catch up."""
+        """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before."""
         unread = sum([self._unread_tokens(batch.decode[index]) for index in best.widths])
         entry_s = max([self.costs.read_s(free[index], unread, len(best.widths)) for index in best.widths])
         if entry_s == 0.0:
             return True
         left = sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
-        return left * self._token_s * (1.0 - 1.0 / ratio) > REPAY * entry_s
+        return left * self._token_s * (1.0 - 1.0 / ratio) > REPAY * entry_s + max(0.0, -self._account)
 
     def _entry_s(self, job: Job, drafter: str) -> float:
         """Seconds to read what the drafter has not seen of the job. A few tokens are part of every proposal."""
