@@ -98,7 +98,6 @@ def test_what_was_cut_off_teaches_as_far_as_the_answer_goes(monkeypatch: pytest.
     ours = engine(NgramDrafter(), per_token=0.3, order=2)
     assert ours.generate([1, 2, 3], max_tokens=200, **GREEDY).statistics.drafted == 0
     acceptance = ours.loop.controller.acceptance
-    assert acceptance.num_verified("ngram") > 100
     assert acceptance.reach(-1, "ngram", 1, alone=True, matched=20)[0] > 0.95
 
 

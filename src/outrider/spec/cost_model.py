@@ -162,7 +162,7 @@ class CostModel:
             self.curve.move(rows, own, 0.5)
         elif rows in self.curve.points:
             # The first rounds tell how far off the profile is as a whole; what is left is this point's.
-            faster = 1.0 + max(FOLLOW, 1.0 / (1 + self.num_rounds)) * (own / self.curve(rows) - 1.0)
+            faster = 1.0 + max(FOLLOW, 1.0 / (2 + self.num_rounds)) * (own / self.curve(rows) - 1.0)
             self.scale *= faster
             self.curve.move(rows, own / faster, FOLLOW)
         else:  # between known points: one round is no proof
