@@ -6,17 +6,20 @@ import asyncio
 import math
 import random
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outrider.backends.mock import MockBackend
+from outrider.backends.paged_mock import PagedMock
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
 from outrider.engine.stream import Stream
 from outrider.errors import PolicyError
+from outrider.kv.pages import Pages
 from outrider.sched.policies import Policy
 from outrider.types import Job
 
@@ -110,6 +113,54 @@ def test_a_policy_that_fails_ends_an_asynchronous_stream(answer: Any) -> None:
     good, odd, again = asyncio.run(both())
     assert isinstance(odd, PolicyError)
     assert len(good) == 4 and good == again
+
+
+class UndecidedPolicy(Policy):
+    """Lets everybody in, and fails when somebody must give way."""
+
+    name = "undecided"
+
+    def reserve(self, job: Job) -> int:
+        return len(job.tokens)
+
+    def victim(self, candidates: Any) -> Any:
+        raise RuntimeError("who?")
+
+
+def test_a_policy_that_cannot_choose_who_gives_way_fails_the_request_in_need() -> None:
+    plain = Engine.load(MockBackend(TARGET), threaded=False).generate([1, 2, 3], max_tokens=36, temperature=0.0)
+    target = PagedMock(TARGET, Pages(16, 4))
+    engine = Engine.load(target, policy=UndecidedPolicy(), max_batch=2, threaded=False)
+    streams = [engine.stream([1, 2, 3], max_tokens=36, temperature=0.0, tenant=name) for name in ("a", "b")]
+    while engine.num_requests:
+        engine.step()
+    failed = [stream for stream in streams if stream.error is not None]
+    served = [stream for stream in streams if stream.error is None]
+    assert len(failed) == len(served) == 1
+    assert isinstance(failed[0].error, PolicyError) and "who?" in str(failed[0].error)
+    assert served[0].tokens == plain.token_ids
+    assert engine.metrics.pages_held == 0
+
+
+class SlowMock(MockBackend):
+    def score(self, *arguments: Any, **settings: Any) -> Any:
+        time.sleep(0.02)
+        return super().score(*arguments, **settings)
+
+
+def test_a_request_that_comes_while_the_engine_pauses_is_served() -> None:
+    engine = Engine.load(SlowMock(TARGET))
+    first = engine.stream([1, 2], max_tokens=10, temperature=0.0)
+    next(first)
+    assert engine.thread is not None
+    engine.thread.signal_stop()  # in the middle of a step, most likely
+    second = engine.stream([3, 4], max_tokens=10, temperature=0.0)
+    deadline = time.monotonic() + 30.0
+    while not (first.is_over and second.is_over):
+        assert time.monotonic() < deadline, "nobody steps"
+        time.sleep(0.01)
+    assert len(first.tokens) == len(second.tokens) == 10
+    engine.close()
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -76,7 +76,7 @@ def recorded(
     def watched(jobs: Any, widths: Any, trees: Any) -> Any:
         drafts = propose(jobs, widths, trees)
         gaps.update(seat.gap for seat in drafter.seats.values())
-        assert trees[0] or (drafts.drawn_from > 0) == rolls or not any(drafts.counts)
+        assert trees[0] or (drafts.device.drawn_from > 0) == rolls or not any(drafts.counts)
         for index, (job, proposal) in enumerate(zip(jobs, drafts.proposals(), strict=True)):
             if not proposal and silent is not None:
                 silent.append(len(job.tokens))

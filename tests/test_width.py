@@ -236,6 +236,17 @@ def test_costs_follow_a_slower_machine() -> None:
     assert costs.pass_s(5) > 2.5, "passes that were not seen get slower, too"
 
 
+def test_a_profile_that_rounds_contradict_is_dropped_once() -> None:
+    costs, dropped = CostModel({1: 1.0, 5: 2.0}), list[int]()
+    costs.on_drift = lambda: dropped.append(costs.num_rounds)
+    for _ in range(100):
+        costs.observe_pass(1, 1, 0.0, 1.1)
+    assert not dropped, "a tenth is noise"
+    for _ in range(100):
+        costs.observe_pass(1, 1, 0.0, 1.6)
+    assert len(dropped) == 1
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):

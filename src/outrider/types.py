@@ -440,6 +440,26 @@ class Watch(Protocol):
 
 
 @dataclass(slots=True)
+class DeviceDrafts:
+    """What a draft on the target's own device adds to its proposals, so that nobody waits for the host.
+
+    `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
+    check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
+    long they took is measured there, too (`watch`). Who judges them may call `follow` with how many of each chain
+    stay, what comes next, and the target's hidden states, all on the device: the draft goes on from there before the
+    host has looked, and `follow` returns what it drew, a row for each job. Drafts that are taken from that name it as
+    their `source`.
+    """
+
+    drawn_from: int = 0
+    is_deferred: bool = False
+    watch: Watch | None = None
+    follow: Callable[[Array, Array, Mapping[int, Array]], Array | None] | None = None
+    may_be_queued: bool = False  # rounds like this can be, and take less then
+    source: Array | None = None  # [jobs, steps]
+
+
+@dataclass(slots=True)
 class Drafts:
     """The proposals of a round, job after job: `counts[b]` tokens belong to job b.
 
@@ -455,13 +475,7 @@ class Drafts:
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
     `borrowed` names the jobs (by index) whose proposal holds text of another request: refused ones are hidden.
-
-    `drawn_from` says that the engine's own sampling drew them, from rows of so many tokens, so there is nothing to
-    check. Such drafts may be deferred: their values stay on the device, and the host gets them with the verdict; how
-    long they took is measured there, too (`watch`). Who judges them may call `follow` with how many of each chain
-    stay, what comes next, and the target's hidden states, all on the device: the draft goes on from there before the
-    host has looked, and `follow` returns what it drew, a row for each job. Drafts that are taken from that name it as
-    their `source`.
+    `device` is what a draft on the target's own device adds.
     """
 
     counts: list[int]
@@ -474,12 +488,7 @@ class Drafts:
     faults: dict[int, OutriderError] = field(default_factory=dict)
     matched: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
-    drawn_from: int = 0
-    is_deferred: bool = False
-    watch: Watch | None = None
-    follow: Callable[[Array, Array, Mapping[int, Array]], Array | None] | None = None
-    may_be_queued: bool = False  # rounds like this can be, and take less then
-    source: Array | None = None  # [jobs, steps]
+    device: DeviceDrafts = field(default_factory=DeviceDrafts)
     _proposals: list[list[int]] | None = None
 
     def proposals(self) -> list[list[int]]:
@@ -537,7 +546,7 @@ class Verdicts:
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
-    `seconds` are those of drafting and of the pass, where the device measured them (`Drafts.watch`). A round is a
+    `seconds` are those of drafting and of the pass, where the device measured them (`DeviceDrafts.watch`). A round is a
     `first` when something was built for it that later ones will find: what it took says nothing of them. It is
     `late` when its pass was not queued before somebody asked, though it could have been: among others it takes less.
     """

@@ -67,9 +67,9 @@ class Spans:
 
     `goes_on` is a hint: spans (by index) of single tokens after which most likely the token chosen from their row is
     fed, and nothing else; or, where there are drafts, spans after which most likely as many drafts come again.
-    `later` are tokens that only the device knows (`Drafts.is_deferred`): their places among `tokens`, which hold zeros
-    there, and their values; `source`: where those were taken from (`Drafts.source`). Only a model whose sampling defers
-    drafts is given any.
+    `later` are tokens that only the device knows (`DeviceDrafts.is_deferred`): their places among `tokens`, which hold
+    zeros there, and their values; `source`: where those were taken from (`DeviceDrafts.source`). Only a model whose
+    sampling defers drafts is given any.
     """
 
     slots: list[Slot]

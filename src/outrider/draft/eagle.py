@@ -108,11 +108,11 @@ class EagleDrafter(Drafter):
         fill(drafts, rooms, [room for room in rooms if room], steps, drawing, self.head.target)
         if self._device is None or len(set(rooms)) > 1 or drafts.probs is not None:
             return
-        drafts.may_be_queued = self._device.may_follow(len(jobs), rooms[0])
+        drafts.device.may_be_queued = self._device.may_follow(len(jobs), rooms[0])
         # at the end of an answer what comes next, if something does, has another width, and would be built for that
         is_end = all(job.limit - len(job.tokens) - 1 <= room for job, room in zip(jobs, rooms, strict=True))
-        if drafts.may_be_queued and not is_end:
-            drafts.follow = partial(self._follow, list(jobs), drafts)
+        if drafts.device.may_be_queued and not is_end:
+            drafts.device.follow = partial(self._follow, list(jobs), drafts)
 
     def _follow(
         self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array, states: Mapping[int, Array]

@@ -45,10 +45,12 @@ def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
                 owners += [(index, token) for token in range(count)]
     if not owners:
         return whole
-    whole.is_deferred = any(drafts.is_deferred for _, drafts in parts)
-    whole.may_be_queued = any(drafts.may_be_queued for _, drafts in parts)
+    whole.device.is_deferred = any(drafts.device.is_deferred for _, drafts in parts)
+    whole.device.may_be_queued = any(drafts.device.may_be_queued for _, drafts in parts)
     # of several that were drawn one after another, the last one's end is where the target's pass begins
-    whole.watch = next((drafts.watch for _, drafts in reversed(parts) if drafts.watch is not None), None)
+    whole.device.watch = next(
+        (drafts.device.watch for _, drafts in reversed(parts) if drafts.device.watch is not None), None
+    )
     order = ops.integers(sorted(range(len(owners)), key=owners.__getitem__))
     whole.tokens = ops.xp.concat([drafts.tokens for _, drafts in parts])[order]
     sampled = next((drafts.probs for _, drafts in parts if drafts.probs is not None), None)

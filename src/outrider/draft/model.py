@@ -125,9 +125,9 @@ class ModelDrafter(Drafter):
                 grow(self.backend.ops, some, widths, [False] * len(rest), self._read, fresh)
             parts.append(Part(rest, fresh))
         whole = join(self.backend.ops, len(jobs), parts)
-        drawn = [part for part in parts if part.drafts.drawn_from]
+        drawn = [part for part in parts if part.drafts.device.drawn_from]
         if len(drawn) == len(parts):
-            whole.drawn_from = self.backend.info.vocab_size
+            whole.device.drawn_from = self.backend.info.vocab_size
         steps = {jobs[index].id: part.drafts.steps for part in drawn for index in part.members}
         self._note_rolled(jobs, steps, whole)
         return whole
@@ -150,7 +150,7 @@ class ModelDrafter(Drafter):
         self._rolled.append(Rolls([job.id for job in jobs], steps, drafts))
         is_small = drafts.probs is None or math.prod(drafts.probs.shape) <= MOST_WEIGHED
         if len(steps) == len(jobs) and is_small:
-            drafts.follow, drafts.may_be_queued = partial(self._follow, list(jobs), drafts), True
+            drafts.device.follow, drafts.device.may_be_queued = partial(self._follow, list(jobs), drafts), True
 
     def _follow(
         self, jobs: Sequence[Job], drafts: Drafts, accepted: Array, following: Array, _: Mapping[int, Array]

@@ -38,5 +38,5 @@ def fill(
     """What was drawn as drafts. counts: how many tokens are wanted of each that it was drawn for."""
     drafts.counts = list(rooms)
     drafts.tokens, drafts.probs = drawing.result(counts)
-    drafts.steps, drafts.drawn_from, drafts.watch = steps, backend.info.vocab_size, drawing.watch
-    drafts.source = drawing.drawn
+    drafts.steps, drafts.device.drawn_from, drafts.device.watch = steps, backend.info.vocab_size, drawing.watch
+    drafts.device.source = drawing.drawn

@@ -235,7 +235,7 @@ class RunAheadDrafter(Drafter):
                 flight.starts.append(len(job.tokens))
                 widths.append(width + 1)  # the first is a guess of the target's own token
         if flight.jobs:
-            drafts.follow = None  # the draft is under way already
+            drafts.device.follow = None  # the draft is under way already
             assumed = [len(b.tokens) - len(a.tokens) for a, b in zip(flight.jobs, flight.copies, strict=True)]
             if self._cores is not None:
                 self._cores.split()

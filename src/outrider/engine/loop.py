@@ -201,7 +201,7 @@ class Loop:
     def _hints(self, batch: Batch, drafts: Drafts) -> list[int]:
         """Decode jobs (by index) that most likely go on as they do now, for a device that is given passes ahead."""
         if not self.target.info.prelaunch or batch.prefill or not self.controller.repeats(batch):
-            drafts.follow = None
+            drafts.device.follow = None
             return []
         if any(drafts.counts):
             return list(range(len(batch.decode)))

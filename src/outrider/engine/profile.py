@@ -2,7 +2,8 @@
 
 A few rounds with dummy prompts go through an engine of their own and teach its cost model, the same way requests will;
 then passes of more and more rows, until the time is up: half a second or twelve one-row passes, whichever is longer. A
-profile is kept in the cache folder, as a prior: it is measured again where a one-row pass differs by a quarter.
+profile is kept in the cache folder, as a prior: it is measured again where a one-row pass differs by a quarter, and
+dropped when rounds turn out to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import platform
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from outrider.draft.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.models.cache import cache_folder
-from outrider.spec.cost_model import CostModel
+from outrider.spec.cost_model import DRIFT, CostModel
 
 log = logging.getLogger("outrider")
 
@@ -32,7 +34,6 @@ PASSES = 12  # one-row passes, where those take longer
 FIRST_ROWS = 8  # kernels and memory behave alike up to about here
 DUMMIES = ((1, 1), (1, 4), (1, 1), (32, 1))  # (tokens of a prompt, width): what drafting takes, then reading
 ROWS = (16, 4, 32, 64, 128, 256)  # of further passes, in this order
-DRIFT = 0.25  # how far a stored profile may be off
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph
 WARM_WIDTHS = (1, 2, 3, 4, 5, 7)  # that a device has graphs for
@@ -46,9 +47,12 @@ def profile(target: Backend, drafters: Sequence[Drafter], scheduling: SchedulerC
     try:
         stored = _load(path)
         if stored is not None and profiler.confirms(stored):
-            return stored
-        costs = profiler.measure()
-        _store(path, costs)
+            costs = stored
+        else:
+            costs = profiler.measure()
+            _store(path, costs)
+        if path is not None:
+            costs.on_drift = partial(_drop, path)
         return costs
     except OutriderError as error:  # a context or a cache that is too small even for that
         log.info("nothing was profiled: %s", error)
@@ -185,3 +189,12 @@ def _store(path: Path | None, costs: CostModel) -> None:
         temporary.replace(path)
     except OSError as error:
         log.info("the profile could not be stored: %s", error)
+
+
+def _drop(path: Path) -> None:
+    """The next engine measures again."""
+    log.info("passes take other times than the stored profile says; it is measured again at the next start")
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("the stored profile could not be dropped: %s", error)

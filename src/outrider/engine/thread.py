@@ -43,8 +43,10 @@ class EngineThread:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start it, unless it runs already."""
+        """Start it, unless it runs already. One that is ending is waited for: what was sent meanwhile is served."""
         with self._lock:
+            if self._is_stopping and self._thread is not None and not self.is_mine:
+                self._thread.join()
             if not self.is_running:
                 self._is_stopping = False
                 self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)

@@ -35,6 +35,7 @@ _JOB = np.dtype(
     ]
 )
 _NODE = np.dtype([(name, np.int32) for name in ("row", "child", "sibling", "rank", "draft", "depth")])
+BRIEF = 2**14  # numbers in the rows of a call that takes a few microseconds
 _OFF = (0, 2.0, -math.inf)  # top_k, top_p, min_p
 
 _POINTER = ctypes.c_void_p
@@ -136,6 +137,8 @@ class NativeSampling(SamplingOps):
     def __init__(self, native: ctypes.CDLL | None = None) -> None:
         super().__init__(np)
         self._native = declare(library() if native is None else native)
+        # Releasing the interpreter's lock costs tens of microseconds where another thread waits for it.
+        self._brief = declare(ctypes.PyDLL(self._native._name))
         self.noise = NativeNoise(self._native)
         self._settings: dict[Hashable, _Settings] = {}
         self._nodes: dict[Hashable, _Nodes] = {}
@@ -149,7 +152,8 @@ class NativeSampling(SamplingOps):
         tokens = np.ascontiguousarray(drafts.tokens, dtype=np.int64)
         probs = None if drafts.probs is None else _plain(drafts.probs)
         out = np.empty((4, num_jobs), dtype=np.int64)
-        self._native.outrider_judge(
+        native = self._brief if x.size <= BRIEF else self._native
+        native.outrider_judge(
             address(x),
             x.strides[0] // 4,
             x.shape[1],

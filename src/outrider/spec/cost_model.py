@@ -11,12 +11,14 @@ the slopes are regressions over the rounds seen, and a row count that is visited
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
+DRIFT = 0.25  # how far off a profile may be as a whole
+SETTLED = 32  # rounds after which that is known
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -100,6 +102,7 @@ class CostModel:
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
         self.is_profile = False  # whether one round settles a point
+        self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._by_context = Slope(spread=16.0)
         self._by_request = Slope(spread=1.0)
 
@@ -169,6 +172,9 @@ class CostModel:
             share = 1.0 if self.is_profile else 0.5
             self.curve.move(rows, self.curve(rows) + share * (own - self.curve(rows)), 1.0)
         self._seen[rows] = self.num_rounds
+        if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.scale - 1.0) > DRIFT:
+            self.on_drift()
+            self.on_drift = None
 
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""

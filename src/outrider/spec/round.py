@@ -102,7 +102,7 @@ def _spans(target: Backend, batch: Batch, drafts: Drafts) -> Spans:
     counts: list[int] = []
     rows: list[int] = []
     parents: dict[int, list[int]] = {}
-    proposals = [[0] * count for count in drafts.counts] if drafts.is_deferred else drafts.proposals()
+    proposals = [[0] * count for count in drafts.counts] if drafts.device.is_deferred else drafts.proposals()
     places: list[int] = []  # of drafts that only the device knows
     for job, chunk in zip(batch.prefill, batch.chunks, strict=True):
         fed += job.tokens[job.cached : job.cached + chunk]
@@ -117,7 +117,7 @@ def _spans(target: Backend, batch: Batch, drafts: Drafts) -> Spans:
             tree = [node + pending if node >= 0 else pending - 1 for node in drafts.parents[index]]
             parents[len(slots)] = [*range(-1, pending - 1), *tree]
         fed += job.tokens[job.cached :]
-        if drafts.is_deferred:
+        if drafts.device.is_deferred:
             places += range(len(fed), len(fed) + len(ahead))
         fed += ahead
         slots.append(slot_of(job))
@@ -127,7 +127,7 @@ def _spans(target: Backend, batch: Batch, drafts: Drafts) -> Spans:
         if job.prompt_logprobs is not None and job.cached < job.num_prompt - 1:  # the end of the prompt is in here
             rows[-1] = counts[-1]
     later = (places, drafts.tokens) if places else None
-    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents, later=later, source=drafts.source)
+    return Spans(slots, starts, counts, rows, target.ops.fed(fed), parents, later=later, source=drafts.device.source)
 
 
 def slot_of(job: Job) -> Slot:

@@ -209,10 +209,10 @@ def checked(name: str, target: Backend, widths: Sequence[int], trees: Sequence[b
 
 
 def _adopted(name: str, target: Backend, drafts: Drafts) -> Drafts:
-    drafts.is_deferred = drafts.drawn_from == target.info.vocab_size and target.ops.defers(drafts)
+    drafts.device.is_deferred = drafts.device.drawn_from == target.info.vocab_size and target.ops.defers(drafts)
     drafts = target.ops.adopt(drafts)
-    if not drafts.is_deferred:
-        drafts.follow = drafts.watch = None  # those are for a draft on the target's own device
+    if not drafts.device.is_deferred:
+        drafts.device.follow = drafts.device.watch = None  # those are for a draft on the target's own device
         _check_values(name, target, drafts)
     return drafts
 

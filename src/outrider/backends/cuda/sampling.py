@@ -119,7 +119,7 @@ class DeviceSampling(SamplingOps):
         return self.may_defer and isinstance(tokens, torch.Tensor) and tokens.device == self.device
 
     def adopt(self, drafts: Drafts) -> Drafts:
-        if not drafts.is_deferred:
+        if not drafts.device.is_deferred:
             drafts._proposals = drafts.proposals()  # looked at by the host several times in a round, copied once
         return super().adopt(drafts)
 
@@ -192,11 +192,11 @@ class DeviceSampling(SamplingOps):
             self.known = Known(chosen, following, np.zeros_like(following))
         else:
             there = remember(form.there, tuple(settings.weighs), lambda: self._about(form, settings))
-            numbers, follow = self._ruled(logits, drafts, asked, there, settings), drafts.follow
+            numbers, follow = self._ruled(logits, drafts, asked, there, settings), drafts.device.follow
             out, meanwhile = numbers[: there.shape[0] * OUT.value].view(-1, OUT.value), None
             if follow is not None:
                 meanwhile = partial(self._go_on, follow, out[:, 0] - there[:, 0], out[:, 1], states)
-            told = self._told(numbers, meanwhile, drafts.watch)
+            told = self._told(numbers, meanwhile, drafts.device.watch)
             found = told[: out.numel()].reshape(out.shape)
             ends, following, bad = found[:, 0], found[:, 1], found[:, 2] > 0
             self.known = Known(self._followed, following, ends - form.jobs[:, 0])
@@ -206,11 +206,11 @@ class DeviceSampling(SamplingOps):
             return None
         verdicts = _verdicts(form, drafts, ends, following, faults)
         verdicts.is_first = self._is_first
-        if drafts.watch is not None:
-            verdicts.seconds = drafts.watch.seconds()
+        if drafts.device.watch is not None:
+            verdicts.seconds = drafts.device.watch.seconds()
         elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
             verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
-        can_be = drafts.may_be_queued or not any(drafts.counts)
+        can_be = drafts.device.may_be_queued or not any(drafts.counts)
         verdicts.is_late = self.queues and not self.follows and (can_be or self.waits)
         return verdicts
 
@@ -228,7 +228,7 @@ class DeviceSampling(SamplingOps):
                     del self._judged_chains[next(iter(self._judged_chains))]
                 chains = self._judged_chains[kind] = JudgedChains(kind, (asked, there), self._graphs())
             return chains.run(logits, tokens, asked, there, settings.warmth)
-        judged = tokens.clamp(min=0) if drafts.is_deferred else tokens
+        judged = tokens.clamp(min=0) if drafts.device.is_deferred else tokens
         out, _ = rule(logits, judged, drafts.probs, asked, there, settings.warmth, rejects=rejects, branches=branches)
         return torch.cat([out.flatten(), tokens.int()]) if is_unseen else out.flatten()
 
@@ -438,7 +438,7 @@ def _verdicts(form: Form, drafts: Drafts, ends: Any, following: Any, faults: dic
         at = row - int(form.jobs[job, 0])  # within its job: 0 is the root, i + 1 comes after draft i
         if at == 0 or (at - 1 in paths[job] if job in paths else at <= accepted[job]):
             whose[job] = fault  # the others are of a text that never was
-    for index, proposal in enumerate(drafts.proposals()) if drafts.is_deferred else ():
+    for index, proposal in enumerate(drafts.proposals()) if drafts.device.is_deferred else ():
         if min(proposal, default=0) < 0:
             whose[index] = DraftError(
                 "the draft failed: its rows hold no finite logits; check its weights and number format", param="draft"
