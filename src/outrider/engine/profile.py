@@ -33,7 +33,7 @@ SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
 FIRST_ROWS = 8  # kernels and memory behave alike up to about here
 DUMMIES = ((1, 1), (1, 4), (1, 1), (32, 1))  # (tokens of a prompt, width): what drafting takes, then reading
-ROWS = (16, 4, 32, 64, 128, 256)  # of further passes, in this order
+ROWS = (16, 4, 1, 32, 64, 4, 8, 2, 128, 256)  # of further passes, in this order; the quickest of equal ones counts
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph
 WARM_WIDTHS = (1, 2, 3, 4, 5, 7)  # that a device has graphs for
@@ -103,7 +103,8 @@ class Profiler:
         """Measure a pass of so many rows, if it ends in time however dear rows are."""
         most_s = costs.pass_s(rows) if len(costs.curve.points) > 1 else rows * costs.pass_s(1)
         if rows < self._target.info.context and self._clock.now() + most_s <= deadline:
-            costs.curve.move(rows, self._rows_s(rows) / costs.scale, 1.0)
+            seconds = self._rows_s(rows) / costs.scale
+            costs.curve.move(rows, min(seconds, costs.curve.points.get(rows, seconds)), 1.0)
 
     def _rounds(self, drafter: Drafter, length: int, width: int) -> None:
         """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
