@@ -1,7 +1,7 @@
 """The profile at load: what passes and draft steps cost on this machine, so that nothing is discovered by losing.
 
-A few rounds with dummy prompts go through an engine of their own and teach its cost model, the same way requests will;
-then passes of more and more rows, until the time is up: half a second or twelve one-row passes, whichever is longer. A
+Rounds with dummy prompts go through an engine of their own and teach its cost model, the same way requests will. They
+and passes of several sizes follow a plan, until the time is up: half a second or twelve one-row passes, the longer. A
 profile is kept in the cache folder, as a prior: it is measured again where a one-row pass differs by a quarter, and
 dropped when rounds turn out to.
 """
@@ -31,9 +31,10 @@ log = logging.getLogger("outrider")
 
 SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
-FIRST_ROWS = 8  # kernels and memory behave alike up to about here
-DUMMIES = ((1, 1), (1, 4), (1, 1), (32, 1))  # (tokens of a prompt, width): what drafting takes, then reading
-ROWS = (16, 4, 1, 32, 64, 4, 8, 2, 128, 256)  # of further passes, in this order; the quickest of equal ones counts
+PLAN: tuple[int | tuple[int, int], ...] = (  # a pass of so many rows, or a prompt of so many tokens and a width
+    *(7, (1, 1), (1, 4), (32, 1), 64, 16, 4),
+    *(1, (1, 1), 32, 4, 8, 2, 128, 256),  # what was measured before is measured again: the quickest counts
+)
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph
 WARM_WIDTHS = (1, 2, 3, 4, 5, 7)  # that a device has graphs for
@@ -90,14 +91,12 @@ class Profiler:
         began, one_row_s = self._clock.now(), self._rows_s(1)
         deadline = began + max(SECONDS, PASSES * one_row_s)
         costs.curve.move(1, one_row_s, 1.0)
-        self._pass(costs, FIRST_ROWS, deadline)
-        for length, width in DUMMIES:
+        for item in PLAN:
+            if isinstance(item, int):
+                self._pass(costs, item, deadline)
+                continue
             for drafter in self._drafters:
-                draft_s = costs.draft_s(drafter.name, [1] * width) + costs.read_s(drafter.name, length, 1)
-                if self._clock.now() + costs.pass_s(length + width + 1) + draft_s <= deadline:
-                    self._rounds(drafter, length, width)
-        for rows in ROWS:
-            self._pass(costs, rows, deadline)
+                self._rounds(costs, drafter, *item, deadline)
 
     def _pass(self, costs: CostModel, rows: int, deadline: float) -> None:
         """Measure a pass of so many rows, if it ends in time however dear rows are."""
@@ -106,8 +105,12 @@ class Profiler:
             seconds = self._rows_s(rows) / costs.scale
             costs.curve.move(rows, min(seconds, costs.curve.points.get(rows, seconds)), 1.0)
 
-    def _rounds(self, drafter: Drafter, length: int, width: int) -> None:
-        """Rounds of a dummy request until one drafts: a head waits for the target's first hidden states."""
+    def _rounds(self, costs: CostModel, drafter: Drafter, length: int, width: int, deadline: float) -> None:
+        """Rounds of a dummy request until one drafts, if there is time: a head waits for the target's first hidden
+        states."""
+        draft_s = costs.draft_s(drafter.name, [1] * width) + costs.read_s(drafter.name, length, 1)
+        if self._clock.now() + costs.pass_s(length) + costs.pass_s(width + 1) + draft_s > deadline:
+            return
         prompt = self._prompt(length)
         stream = self._engine.stream(prompt, method=drafter.name, width=width, **_dummy(2 * width + 4))
         for _ in range(3):

@@ -250,9 +250,10 @@ class WidthController:
         return unread if unread > 2 else 0
 
     def _is_plain_due(self, rows: int, ratio: float, plain_s: float) -> bool:
-        """Whether a plain round is due, and the credit pays for what it loses."""
+        """Whether a plain round is due, and the account covers what it loses. In debt, what plain decoding costs is
+        most likely wrong, so it is due anyway."""
         loss = plain_s * (1.0 - 1.0 / ratio)
-        if self.costs.rounds_since(rows) < PLAIN_EVERY or loss > self._account:
+        if self.costs.rounds_since(rows) < PLAIN_EVERY or 0.0 <= self._account < loss:
             return False
         self._account -= loss
         return True
@@ -367,11 +368,13 @@ class WidthController:
         if drafted and is_free and not times.skip:
             rows, num_jobs = times.num_fed, len(batch.decode)
             plain_s = self.costs.pass_s(rows - drafted, num_jobs, self._context)
-            most_s = OUTLIER * self.costs.pass_s(rows, num_jobs, self._context)  # a hiccup of the machine is no loss
+            pass_s = self.costs.pass_s(rows, num_jobs, self._context)
+            if times.steady:  # beside a prompt, what drafts took is lost in the noise
+                pass_s = min(times.pass_s, OUTLIER * pass_s)  # a hiccup of the machine is no loss
             kept = sum([outcome.accepted for _, outcome in outcomes])
             if self._reason == PROBE and num_jobs > 1:
                 kept = 0  # a few requests that end earlier do not make the batch faster
-            gained += kept * self._plain_token_s - times.draft_s - (min(times.pass_s, most_s) - plain_s)
+            gained += kept * self._plain_token_s - times.draft_s - (pass_s - plain_s)
         self._account = min(self._account + gained, MOST_ROUNDS * self._plain_token_s * len(batch.decode))
 
     def _learn_lookup(self, job: Job, found: Found) -> None:
@@ -387,6 +390,10 @@ class WidthController:
     ) -> None:
         if times.skip:
             return
+        if times.steady:
+            self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.pass_s)
+        else:
+            self.costs.extend(times.num_fed, times.pass_s)
         for name, seconds in times.drafters.items():
             if name in self._lookups:
                 continue
@@ -399,10 +406,6 @@ class WidthController:
                 self.costs.observe_read(name, unread, steps[0], spent_s - self.costs.draft_s(name, steps))
             elif steps and not drafts.parents:
                 self.costs.observe_draft(name, steps, seconds)
-        if times.steady:
-            self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.pass_s)
-        else:
-            self.costs.extend(times.num_fed, times.pass_s)
 
     def _count(self, batch: Batch) -> dict[tuple[int, str], int]:
         """The decisions of this round, counted for each request and for all."""

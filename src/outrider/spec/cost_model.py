@@ -10,9 +10,10 @@ the slopes are regressions over the rounds seen, and a row count that is visited
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+FIRST_ROUNDS = 8  # in which the scale is found
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
@@ -42,13 +43,14 @@ class Curve:
         if right < len(known):
             high = known[right]
             return points[low] + (points[high] - points[low]) * (rows - low) / (high - low)
-        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there. Where a single
-        # point is known, a further row is taken for half as dear as those.
+        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there. So is the slope
+        # of the last half; that of two neighbours would be noise. Where a single point is known, a further row is taken
+        # for half as dear as those.
         if len(known) == 1:
             return points[low] * (1.0 + 0.5 * (rows - low) / low)
-        before = known[-2]
-        mean_slope = (points[low] - points[known[0]]) / (low - known[0])
-        return points[low] + max(mean_slope, (points[low] - points[before]) / (low - before)) * (rows - low)
+        begins = (known[0], known[max(0, bisect_right(known, low // 2) - 1)])
+        slope = max([(points[low] - points[begin]) / (low - begin) for begin in begins])
+        return points[low] + slope * (rows - low)
 
     def move(self, rows: int, seconds: float, share: float) -> None:
         """Move the point at `rows` by a share of the way; a new one is set. More rows never cost less."""
@@ -100,7 +102,9 @@ class CostModel:
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.scale = 1.0
         self.num_rounds = 0
+        self._profiled_rows = frozenset(self.curve.points)
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
+        self._prefills: dict[int, float] = {}  # rows -> seconds of passes that were longer than all before
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._by_context = Slope(spread=16.0)
@@ -110,7 +114,9 @@ class CostModel:
         """From here on rounds correct what was measured: the first ones much, later ones little."""
         self.is_profile = False
         self.num_rounds = 0
+        self._profiled_rows = frozenset(self.curve.points)
         self._seen.clear()
+        self._prefills.clear()
 
     @property
     def is_known(self) -> bool:
@@ -165,9 +171,13 @@ class CostModel:
             self.curve.move(rows, own, 0.5)
         elif rows in self.curve.points:
             # The first rounds tell how far off the profile is as a whole; what is left is this point's.
-            faster = 1.0 + max(FOLLOW, 1.0 / (2 + self.num_rounds)) * (own / self.curve(rows) - 1.0)
+            share = max(FOLLOW, 1.0 / (2 + self.num_rounds)) if rows in self._profiled_rows else FOLLOW
+            faster = 1.0 + share * (own / self.curve(rows) - 1.0)
             self.scale *= faster
             self.curve.move(rows, own / faster, FOLLOW)
+            if self.num_rounds <= FIRST_ROUNDS:
+                for prefill, prefill_s in self._prefills.items():
+                    self.curve.move(prefill, prefill_s / self.scale, 1.0)
         else:  # between known points: one round is no proof
             share = 1.0 if self.is_profile else 0.5
             self.curve.move(rows, self.curve(rows) + share * (own - self.curve(rows)), 1.0)
@@ -211,5 +221,6 @@ class CostModel:
 
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
-        if self.num_rounds and rows > max(self.curve.points):  # before the first round the scale is not known
+        if self.is_known and rows > max(self.curve.points):
+            self._prefills[rows] = seconds  # it is looked at again, as long as the scale is hardly known
             self.curve.move(rows, seconds / self.scale, 1.0)
