@@ -17,6 +17,7 @@ FIRST_ROUNDS = 8  # in which the scale is found
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
+LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
 LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
 DRIFT = 0.25  # how far off a profile may be as a whole
 SETTLED = 32  # rounds after which that is known
@@ -206,7 +207,8 @@ class CostModel:
         short, long = min(profiled), max(profiled)
         step_s = profiled[short] / short
         if long > short:
-            step_s = min(step_s, max(0.0, profiled[long] - profiled[short]) / (long - short))
+            further_s = (profiled[long] - profiled[short]) / (long - short)
+            step_s = min(step_s, max(LEAST_STEP * step_s, further_s))
         self.steps[drafter] = step_s / self.scale
         self.starts[drafter] = profiled[short] / self.scale - short * self.steps[drafter]
 
