@@ -236,6 +236,17 @@ def test_costs_follow_a_slower_machine() -> None:
     assert costs.pass_s(5) > 2.5, "passes that were not seen get slower, too"
 
 
+def test_a_profile_tells_the_start_of_a_draft_from_its_steps() -> None:
+    costs = CostModel({1: 1.0, 5: 2.0})
+    costs.is_profile = True
+    costs.observe_draft("eagle", [1], 0.5)
+    costs.observe_draft("eagle", [1] * 4, 1.1)
+    costs.observe_draft("eagle", [1], 0.9)  # a slow one
+    costs.end_profile()
+    assert costs.draft_s("eagle", [1]) == pytest.approx(0.5)
+    assert costs.draft_s("eagle", [1] * 8) == pytest.approx(0.3 + 8 * 0.2)
+
+
 def test_a_profile_that_rounds_contradict_is_dropped_once() -> None:
     costs, dropped = CostModel({1: 1.0, 5: 2.0}), list[int]()
     costs.on_drift = lambda: dropped.append(costs.num_rounds)

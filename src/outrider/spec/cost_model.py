@@ -173,9 +173,9 @@ class CostModel:
         elif rows in self.curve.points:
             # The first rounds tell how far off the profile is as a whole; what is left is this point's.
             share = max(FOLLOW, 1.0 / (2 + self.num_rounds)) if rows in self._profiled_rows else FOLLOW
-            faster = 1.0 + share * (own / self.curve(rows) - 1.0)
-            self.scale *= faster
-            self.curve.move(rows, own / faster, FOLLOW)
+            factor = 1.0 + share * (own / self.curve(rows) - 1.0)
+            self.scale *= factor
+            self.curve.move(rows, own / factor, FOLLOW)
             if self.num_rounds <= FIRST_ROUNDS:
                 for prefill, prefill_s in self._prefills.items():
                     self.curve.move(prefill, prefill_s / self.scale, 1.0)
@@ -196,9 +196,9 @@ class CostModel:
             units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
             self.steps[drafter] = seconds / (self.scale * units)
         else:
-            faster = 1.0 + 2.0 * FOLLOW * (min(seconds / expected, OUTLIER) - 1.0)
-            self.steps[drafter] *= faster
-            self.starts[drafter] = self.starts.get(drafter, 0.0) * faster
+            factor = 1.0 + 2.0 * FOLLOW * (min(seconds / expected, OUTLIER) - 1.0)
+            self.steps[drafter] *= factor
+            self.starts[drafter] = self.starts.get(drafter, 0.0) * factor
 
     def _profile_draft(self, drafter: str, num_steps: int, seconds: float) -> None:
         """A short and a long chain of one request tell the steps from what comes before them."""
