@@ -51,16 +51,18 @@ class Stream:
         return self
 
     def __next__(self) -> Event:
+        events, job = self._mailbox.events, self._job
         while True:
-            event, is_over = self.poll()
+            if job.done or not events.empty():
+                event, is_over = self.poll()
+                if is_over:
+                    raise StopIteration
+            elif self._engine.advance(job):
+                continue
+            else:
+                event = events.get()
             if event is not None:
                 return event
-            if is_over:
-                raise StopIteration
-            if not self._engine.advance(self._job):
-                event = self._mailbox.events.get()
-                if event is not None:
-                    return event
 
     def poll(self) -> tuple[Event | None, bool]:
         """The event that can be read now, if any, and whether none will follow. Raises the request's error after its
