@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend
 from outrider.bench.never_slower import Cell, measure
 from outrider.clock import VirtualClock
@@ -19,10 +20,11 @@ from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.sched.scheduler import NO_REWIND, ONE_DRAFT
 from outrider.spec.acceptance import Acceptance
+from outrider.spec.account import ALLOWED_LOSS, MOST_ROUNDS, Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
 from outrider.spec.controller import PROBE, WIDTHS
 from outrider.spec.cost_model import CostModel
-from outrider.types import Event, Request, SamplingParams
+from outrider.types import Event, Request, SamplingParams, Scores
 
 from conftest import drafter_of
 
@@ -258,6 +260,24 @@ def test_a_profile_that_rounds_contradict_is_dropped_once() -> None:
     assert len(dropped) == 1
 
 
+def test_a_row_count_that_was_not_seen_for_long_moves_halfway() -> None:
+    """Plain decoding is measured once in many rounds while drafting pays: one of them must count."""
+    costs = CostModel({1: 1.0, 4: 1.3})
+    for _ in range(64):
+        costs.observe_pass(4, 1, 0.0, 1.3)
+    costs.observe_pass(1, 1, 0.0, 0.7)
+    assert 0.8 < costs.pass_s(1) < 0.9, "halfway"
+    costs.observe_pass(1, 1, 0.0, 1.3)
+    assert 0.8 < costs.pass_s(1) < 0.95, "seen just now: one round moves it little"
+
+
+def test_the_first_rounds_tell_how_far_off_a_profile_is_at_rows_it_never_saw() -> None:
+    costs = CostModel({1: 1.0, 4: 1.6, 16: 4.0})
+    for _ in range(16):
+        costs.observe_pass(8, 4, 0.0, 0.8 * 2.4)
+    assert costs.pass_s(4) < 0.93 * 1.6, "plain decoding is cheaper than profiled, too"
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):
@@ -289,6 +309,28 @@ MODEL_INFO, LOOKUP_INFO = DrafterInfo(name="model"), DrafterInfo(name="ngram", l
 
 def chance(acceptance: Acceptance, job_id: int, name: str = "model", matched: int | None = None) -> float:
     return acceptance.reach(job_id, name, 1, alone=True, matched=matched)[0]
+
+
+def test_a_draft_that_reads_its_own_last_token_has_two_rows_in_its_first_step() -> None:
+    """Where a second row is dear, it must not make every later step look dear."""
+    clock = VirtualClock()
+
+    class Dear(MockBackend):
+        def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+            clock.sleep(0.1 if len(spans.tokens) == 1 else 0.36)
+            return super().score(spans, hidden)
+
+    class DearTarget(MockBackend):
+        def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
+            clock.sleep(1.0 if len(spans.tokens) == 1 else 3.6)
+            return super().score(spans, hidden)
+
+    target, draft = DearTarget(MockConfig(**MODEL)), Dear(MockConfig(**MODEL))  # every draft is kept
+    ours = Engine.load(target, draft=draft, clock=clock, threaded=False)
+    before = dict(ours.loop.controller.costs.steps)
+    ours.generate([1, 2], seed=1, max_tokens=100, width=1)
+    (after,) = ours.loop.controller.costs.steps.values()
+    assert after == pytest.approx(next(iter(before.values())), rel=0.2)
 
 
 def test_a_request_begins_like_all_and_moves_from_the_pool() -> None:
@@ -395,3 +437,44 @@ def test_the_choice_is_nearly_the_best_of_all(seed: int) -> None:
     chosen = [best.widths.get(index, 0) for index in range(3)]
     assert best.tokens / best.seconds == pytest.approx(rate(chosen))
     assert rate(chosen) >= 0.97 * rate(ideal), (chosen, ideal)
+
+
+# The account
+
+
+def test_an_account_keeps_a_share_of_the_time_and_what_drafts_gained() -> None:
+    account = Account()
+    account.add(1.0, 0.0, 1.0)
+    assert account.seconds == pytest.approx(ALLOWED_LOSS)
+    account.add(2.0, -0.5, 1.0)
+    assert account.debt == pytest.approx(0.5 - 3 * ALLOWED_LOSS)
+    account.add(1.0, 1.0, 1.0)
+    assert account.debt == 0.0
+    account.add(1.0, 1000.0, 1.0)
+    assert account.seconds == MOST_ROUNDS, "gains of long ago do not pay for losses"
+
+
+def test_an_account_covers_what_the_rest_of_the_answers_adds() -> None:
+    account = Account()
+    assert account.covers(0.0, 0.0) and not account.covers(0.1, 0.0)
+    assert account.covers(0.1, 0.1 / ALLOWED_LOSS + 1e-6)
+    account.add(0.0, -1.0, 1.0)
+    assert not account.covers(0.0, 1.0), "in debt"
+
+
+def test_an_account_pays_only_what_it_has() -> None:
+    account = Account()
+    account.add(0.0, 0.5, 1.0)
+    assert account.pay(0.3) and account.seconds == pytest.approx(0.2)
+    assert not account.pay(0.3) and account.seconds == pytest.approx(0.2)
+
+
+def test_what_a_losing_draft_loses_is_within_the_account() -> None:
+    """Whatever is tried: never more than the account allows, over many requests."""
+    ours, seconds, tokens = losing_engine(), [], 0
+    for number in range(6):
+        started = ours.clock.now()
+        tokens += len(ours.generate([1, 2], seed=number, max_tokens=100).token_ids)
+        seconds.append(ours.clock.now() - started)
+    plain = tokens * 1.0 + 6 * 1.0  # a second for each token that is fed
+    assert sum(seconds) < 1.03 * plain

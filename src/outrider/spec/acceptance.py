@@ -79,7 +79,7 @@ class Acceptance:
         """For each position the probability that a chain is kept up to and including it.
 
         alone: whether the request decodes alone. matched: of a lookup, the tokens that match before the proposal.
-        doubt: standard deviations by which acceptance may well be better than expected; worse, if it is negative.
+        doubt: standard deviations by which acceptance may well be worse than expected.
         """
         width = min(width, DEPTH)
         key = (drafter, _match_class(matched))
@@ -95,7 +95,7 @@ class Acceptance:
                 evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
                 if own is not None:
                     evidence = own.verified[position] + min(strength, evidence)
-                mean = min(1.0, max(0.0, mean + doubt * sqrt(mean * (1.0 - mean) / evidence)))
+                mean = max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence))
             reached *= mean
             chances.append(reached)
         return chances

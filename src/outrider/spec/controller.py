@@ -19,6 +19,7 @@ from typing import NamedTuple
 from outrider.draft.base import DrafterInfo
 from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
+from outrider.spec.account import Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
 from outrider.spec.cost_model import OUTLIER, CostModel
 from outrider.types import Ask, Asks, Batch, Drafts, Job
@@ -26,15 +27,10 @@ from outrider.types import Ask, Asks, Batch, Drafts, Job
 HOLD = 8  # rounds that a decision stands
 GAIN = 1.05  # what drafting must bring to begin: in a batch, requests that drift apart cost some of it
 STAY = 1.02  # what it must bring to go on
-ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
-MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
-BAD_ROUNDS = 3  # in which nothing is kept, before the decision is looked at again
 LONGEST_GAP = 64  # rounds between two probes,
 PROBE_SHARE = 0.004  # or as many as make a probe cost so much of the time
-HORIZON = 256  # tokens of each answer that catching up must be repaid within
-MOST_LEFT = 1024  # tokens of an answer that are counted on, whatever its limit is
-DOUBT_DEVIATIONS = 1.0  # standard deviations that acceptance may well be better or worse by than it looks
-SURE_DEVIATIONS = 0.5  # that acceptance may be worse by, where drafting surely pays
+HORIZON = 512  # tokens of an answer that are counted on, whatever its limit is
+DOUBT_DEVIATIONS = 0.5  # standard deviations that acceptance may well be worse by than it looks
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
@@ -42,7 +38,6 @@ TREE_LEVEL = 4  # nodes of a tree for each token of depth
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
 
 PAYS = "drafting pays: about "
-DOUBT = "drafting may pay: too little was seen to stop"
 PROBE = "probing whether drafting pays"
 MEASURE = "measuring plain decoding"
 LOOKUP = "lookups are verified as far as that pays"
@@ -89,9 +84,8 @@ class WidthController:
         self._is_drafting = False  # because it pays, not as a probe
         self._probed = -HOLD  # the round of the last probe
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
-        self._account = 0.0  # seconds that drafting gained against plain decoding, and a share of the time
+        self.account = Account()
         self._plain_token_s = 0.0  # seconds of a token of plain decoding
-        self._bad_rounds = 0
 
     # Choosing
 
@@ -160,13 +154,8 @@ class WidthController:
         pays = (
             bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
         )
-        is_sure = pays and bool(self._best(self._candidates(batch, free, -SURE_DEVIATIONS), steady, None).widths)
-        pays = pays and (is_sure or self._covers(batch, 0.0))
-        doubted = self._in_doubt(batch, free, candidates, steady) if was_drafting and not pays else None
-        if doubted is not None:
-            self._widths = {batch.decode[index].id: width for index, width in doubted.items()}
-            self._reason, self._is_drafting = DOUBT, True
-            return
+        is_sure = pays and bool(self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), steady, None).widths)
+        pays = pays and (is_sure or self.account.covers(0.0, self._left_s(batch)))
         if pays:
             self._token_s = best.seconds / best.tokens
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
@@ -175,7 +164,8 @@ class WidthController:
                 self._left = 1
         self._is_drafting = pays
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
-        if pays and self._is_plain_due(num_jobs + fixed, ratio, plain_s):
+        is_plain_due = self.costs.rounds_since(num_jobs + fixed) >= PLAIN_EVERY
+        if pays and is_plain_due and self.account.pay(plain_s * (1.0 - 1.0 / ratio)):
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
@@ -194,25 +184,9 @@ class WidthController:
             for index, name in free.items()
         ]
 
-    def _in_doubt(
-        self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate], setting: Setting
-    ) -> dict[int, int] | None:
-        """Widths to go on with, where drafting would pay if requests were as good as they may well be, and the credit
-        pays for what is lost if they are not. Stopping for a few bad rounds would cost more: catching up again."""
-        if any(self._entry_s(batch.decode[index], name) for index, name in free.items()):
-            return None
-        plain_s = setting.seconds(0, ())
-        hoped = self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), setting, None)
-        if not hoped.widths or hoped.tokens / hoped.seconds * plain_s / setting.tokens < GAIN:
-            return None
-        expected = setting.tokens + sum([sum(one.reach[: hoped.widths.get(one.place, 0)]) for one in candidates])
-        loss = HOLD * max(0.0, hoped.seconds - expected * plain_s / setting.tokens)
-        return dict(hoped.widths) if self._covers(batch, loss) else None
-
-    def _covers(self, batch: Batch, loss: float) -> bool:
-        """Whether the account covers what may be lost, with what the rest of these answers will add to it."""
-        left = sum([min(job.limit - len(job.tokens), MOST_LEFT) for job in batch.decode])
-        return self._account + ALLOWED_LOSS * left * self._plain_token_s >= loss
+    def _left_s(self, batch: Batch) -> float:
+        """Seconds of plain decoding that are left of these answers, as far as they are counted on."""
+        return sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode]) * self._plain_token_s
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
         """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
@@ -232,13 +206,15 @@ class WidthController:
         return Setting(num_jobs, seconds)
 
     def _repays(self, batch: Batch, free: Mapping[int, str], best: Choice, ratio: float) -> bool:
-        """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before."""
+        """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before.
+
+        What is hardly a gain does not count: requests of a batch that drift apart take it away.
+        """
         unread = sum([self._unread_tokens(batch.decode[index]) for index in best.widths])
         entry_s = max([self.costs.read_s(free[index], unread, len(best.widths)) for index in best.widths])
         if entry_s == 0.0:
             return True
-        left = sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
-        return left * self._token_s * (1.0 - 1.0 / ratio) > REPAY * entry_s + max(0.0, -self._account)
+        return self._left_s(batch) * (1.0 - STAY / ratio) > REPAY * entry_s + self.account.debt
 
     def _entry_s(self, job: Job, drafter: str) -> float:
         """Seconds to read what the drafter has not seen of the job. A few tokens are part of every proposal."""
@@ -249,17 +225,8 @@ class WidthController:
         unread = self._unread.get(job.id, job.num_prompt - 1)
         return unread if unread > 2 else 0
 
-    def _is_plain_due(self, rows: int, ratio: float, plain_s: float) -> bool:
-        """Whether a plain round is due, and the account covers what it loses. In debt, what plain decoding costs is
-        most likely wrong, so it is due anyway."""
-        loss = plain_s * (1.0 - 1.0 / ratio)
-        if self.costs.rounds_since(rows) < PLAIN_EVERY or 0.0 <= self._account < loss:
-            return False
-        self._account -= loss
-        return True
-
     def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
-        """Let a few requests draft, if the credit pays for what that loses and drafting could pay at all."""
+        """Let a few requests draft, if the account covers what that loses and drafting could pay at all."""
         num_jobs = len(batch.decode)
         rested = self.costs.num_rounds - self._probed
         setting = self._setting(self._fed, num_jobs, free)
@@ -275,7 +242,7 @@ class WidthController:
             width, loss = self._probe_width(candidate, setting, now_s)
             total += max(0.0, loss) + entries[candidate.place]
             is_due = rested >= self._probe_gap or PROBE_SHARE * now_s * rested >= total
-            if not is_due or not self._covers(batch, total):
+            if not is_due or not self.account.covers(total, self._left_s(batch)):
                 break
             self._widths[job.id] = width
             if self._probed < self.costs.num_rounds:
@@ -348,21 +315,17 @@ class WidthController:
                 self.acceptance.add(own, outcome.maker, outcome.accepted, outcome.depth)
                 drafted_any = True
                 kept_any |= outcome.accepted > 0
-            if outcome.drafted and outcome.maker not in self._lookups:
-                self._unread[job.id] = 0
+                self._unread[job.id] = int(outcome.accepted == outcome.depth)  # it has not read its own last token
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         if drafted_any:
-            self._bad_rounds = 0 if kept_any else self._bad_rounds + 1
             self._probe_gap = 1 if kept_any else max(HOLD, self._probe_gap)
-            if self._bad_rounds >= BAD_ROUNDS:
-                self._bad_rounds = self._left = 0
         self._found.clear()
         return self._count(batch)
 
     def _balance(self, batch: Batch, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        """Book what the round's drafts gained or lost against plain decoding, and a share of the time."""
-        gained = ALLOWED_LOSS * times.round_s
+        """Book what the round's drafts gained or lost against plain decoding."""
+        gained = 0.0
         drafted = sum([outcome.drafted for _, outcome in outcomes])
         is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
         if drafted and is_free and not times.skip:
@@ -374,8 +337,8 @@ class WidthController:
             kept = sum([outcome.accepted for _, outcome in outcomes])
             if self._reason == PROBE and num_jobs > 1:
                 kept = 0  # a few requests that end earlier do not make the batch faster
-            gained += kept * self._plain_token_s - times.draft_s - (pass_s - plain_s)
-        self._account = min(self._account + gained, MOST_ROUNDS * self._plain_token_s * len(batch.decode))
+            gained = kept * self._plain_token_s - times.draft_s - (pass_s - plain_s)
+        self.account.add(times.round_s, gained, self._plain_token_s * len(batch.decode))
 
     def _learn_lookup(self, job: Job, found: Found) -> None:
         emitted = job.tokens[found.start :]
@@ -405,6 +368,7 @@ class WidthController:
                 spent_s = self._reading_s.pop(name, 0.0) + seconds
                 self.costs.observe_read(name, unread, steps[0], spent_s - self.costs.draft_s(name, steps))
             elif steps and not drafts.parents:
+                steps[0] += sum([self._unread.get(job.id, 0) for job in batch.decode if name in job.wanted])
                 self.costs.observe_draft(name, steps, seconds)
 
     def _count(self, batch: Batch) -> dict[tuple[int, str], int]:

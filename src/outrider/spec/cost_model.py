@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 FIRST_ROUNDS = 8  # in which the scale is found
 FOLLOW = 0.1  # how far a moving average goes towards a new round
+RECENT = 16  # rounds in which a row count counts as seen lately
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -103,7 +104,6 @@ class CostModel:
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.scale = 1.0
         self.num_rounds = 0
-        self._profiled_rows = frozenset(self.curve.points)
         self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
         self._prefills: dict[int, float] = {}  # rows -> seconds of passes that were longer than all before
         self.is_profile = False  # whether one round settles a point
@@ -115,7 +115,6 @@ class CostModel:
         """From here on rounds correct what was measured: the first ones much, later ones little."""
         self.is_profile = False
         self.num_rounds = 0
-        self._profiled_rows = frozenset(self.curve.points)
         self._seen.clear()
         self._prefills.clear()
 
@@ -168,24 +167,28 @@ class CostModel:
         self._by_context.add(rows, context, seconds)
         self._by_request.add(rows, requests, seconds - self._by_context.value * context)
         own = max(seconds - slopes, 0.1 * seconds) / self.scale
-        if rows in self.curve.points and self.is_profile:
+        if self.is_profile:
             self.curve.move(rows, own, 0.5)
-        elif rows in self.curve.points:
-            # The first rounds tell how far off the profile is as a whole; what is left is this point's.
-            share = max(FOLLOW, 1.0 / (2 + self.num_rounds)) if rows in self._profiled_rows else FOLLOW
-            factor = 1.0 + share * (own / self.curve(rows) - 1.0)
-            self.scale *= factor
-            self.curve.move(rows, own / factor, FOLLOW)
-            if self.num_rounds <= FIRST_ROUNDS:
-                for prefill, prefill_s in self._prefills.items():
-                    self.curve.move(prefill, prefill_s / self.scale, 1.0)
-        else:  # between known points: one round is no proof
-            share = 1.0 if self.is_profile else 0.5
-            self.curve.move(rows, self.curve(rows) + share * (own - self.curve(rows)), 1.0)
+        else:
+            self._correct(rows, own)
         self._seen[rows] = self.num_rounds
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.scale - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
+
+    def _correct(self, rows: int, seconds: float) -> None:
+        """What a round differs by is in part the scale's, most of all in the first rounds: they tell how far off the
+        profile is as a whole. The rest is this row count's. One that was not seen lately moves halfway."""
+        is_recent = rows in self.curve.points and self.rounds_since(rows) <= RECENT
+        share = max(FOLLOW, 1.0 / (2 + self.num_rounds))
+        before = self.curve(rows)
+        factor = 1.0 + share * (seconds / before - 1.0)
+        self.scale *= factor
+        follow = FOLLOW if is_recent else 0.5
+        self.curve.move(rows, before + follow * (seconds / factor - before), 1.0)
+        if self.num_rounds <= FIRST_ROUNDS:
+            for prefill, prefill_s in self._prefills.items():
+                self.curve.move(prefill, prefill_s / self.scale, 1.0)
 
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""
