@@ -17,6 +17,7 @@ from outrider.draft.ngram import NgramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.errors import DraftError
+from outrider.metrics import Outcome, RoundTimes
 from outrider.spec.controller import WidthController
 from outrider.spec.cost_model import CostModel
 from outrider.spec.router import Router
@@ -52,10 +53,11 @@ def seconds(ours: Engine, **settings: object) -> float:
     return ours.clock.now() - started
 
 
-def looking_up(row_s: float, *found: tuple[int, int], rests: bool = True) -> list[int]:
+def looking_up(row_s: float, *found: tuple[int, int], rests: bool = True, emitted: int = 1) -> list[int]:
     """How much is verified of proposals of eight tokens, after `found` (kept, matched) taught about lookups.
 
-    A pass takes a second, and `row_s` more for each further row. rests: whether no other drafter is at work.
+    A pass takes a second, and `row_s` more for each further row. rests: whether no other drafter is at work. emitted:
+    tokens that each of the last rounds brought.
     """
     infos = [NgramDrafter.info, DrafterInfo(name="model", prior=(0.99,) * 8)]
     costs = CostModel({1: 1.0, 101: 1.0 + 100 * row_s}, {"model": 1e-6})
@@ -64,7 +66,11 @@ def looking_up(row_s: float, *found: tuple[int, int], rests: bool = True) -> lis
     one.cached = len(one.tokens) - 1
     for kept, matched in found:
         controller.acceptance.add(None, "ngram", kept, 8, matched)
-    controller.choose(Batch([], [], [one], [8]))
+    batch = Batch([], [], [one], [8])
+    controller.choose(batch)
+    if emitted > 1:
+        times = RoundTimes(0.0, 1.0, 0.0, 0, num_fed=1, steady=True)
+        controller.observe(batch, Drafts([0], np.arange(0)), times, [(one, Outcome.of_chain(0, 0, emitted))])
     counts = []
     for matched in (1, 20):
         drafts = Drafts([8], np.arange(8), matched=[matched])
@@ -77,6 +83,14 @@ def test_rows_are_verified_while_they_promise_more_than_they_cost() -> None:
     short, long = looking_up(0.3)
     assert short == 0 and 0 < long <= 8
     assert looking_up(2.0) == [0, 0], "no row is worth two passes"
+
+
+def test_the_faster_the_text_goes_the_less_a_row_is_worth() -> None:
+    """Two of three tokens are right. At the price of plain decoding each would be worth its row."""
+    taught = [(8, 20), (8, 20), (0, 20)] * 40
+    wide, narrow = looking_up(0.3, *taught)[1], looking_up(0.3, *taught, emitted=3)[1]
+    assert wide == 8
+    assert 0 <= narrow < wide
 
 
 def test_what_is_missed_is_trusted_less() -> None:

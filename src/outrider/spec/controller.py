@@ -34,6 +34,7 @@ DOUBT_DEVIATIONS = 0.5  # standard deviations that acceptance may well be worse 
 MOST_PROBED = 8  # tokens that a probe drafts
 REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
+PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
 
@@ -86,6 +87,7 @@ class WidthController:
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
         self.account = Account()
         self._plain_token_s = 0.0  # seconds of a token of plain decoding
+        self._pace = (0.0, 0.0)  # seconds and tokens of the last rounds, decayed
 
     # Choosing
 
@@ -279,14 +281,19 @@ class WidthController:
         return counts
 
     def _worth(self, job: Job, drafter: str, matched: int, width: int, num_jobs: int) -> int:
-        """The length with the largest gain in tokens, if that is more than the next drafter would gain."""
+        """The length with the largest gain in tokens, if that is more than the next drafter would gain.
+
+        A token is worth the seconds that one has taken lately: the faster the text goes anyway, the less a row that may
+        bring another is worth. Valued at the price of plain decoding, wide passes gain tokens and lose time.
+        """
         costs, best, best_gain = self.costs, 0, self._rival if job.id in self._widths else 0.0
+        token_s = min(self._token_s, self._pace[0] / self._pace[1]) if self._pace[1] else self._token_s
         reach = self.acceptance.reach(job.id, drafter, width, alone=True, matched=matched)
         before_s, tokens = costs.pass_s(self._fed, num_jobs, self._context), 0.0
         for count in range(1, width + 1):
             tokens += reach[min(count, len(reach)) - 1]
             cost_s = costs.pass_s(self._fed + count, num_jobs, self._context) - before_s
-            gain = tokens - cost_s / self._token_s if self._token_s > 0.0 else tokens
+            gain = tokens - cost_s / token_s if token_s > 0.0 else tokens
             if gain > best_gain:
                 best, best_gain = count, gain
         return best
@@ -302,6 +309,9 @@ class WidthController:
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
         self._balance(batch, times, outcomes)
+        if times.steady and not times.skip:
+            emitted = sum([outcome.emitted for _, outcome in outcomes])
+            self._pace = (PACE_DECAY * self._pace[0] + times.round_s, PACE_DECAY * self._pace[1] + emitted)
         self._learn_costs(batch, drafts, times, outcomes)
         kept_any = drafted_any = False
         for job, outcome in outcomes:
