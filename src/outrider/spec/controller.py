@@ -283,20 +283,23 @@ class WidthController:
     def _worth(self, job: Job, drafter: str, matched: int, width: int, num_jobs: int) -> int:
         """The length with the largest gain in tokens, if that is more than the next drafter would gain.
 
-        A token is worth the seconds that one has taken lately: the faster the text goes anyway, the less a row that may
-        bring another is worth. Valued at the price of plain decoding, wide passes gain tokens and lose time.
+        A token is worth the seconds that one has taken lately, or takes with this proposal if that is less: the faster
+        the text goes anyway, the less is a row worth that may bring another. At the price of plain decoding, wide
+        passes would gain tokens and lose time.
         """
-        costs, best, best_gain = self.costs, 0, self._rival if job.id in self._widths else 0.0
-        token_s = min(self._token_s, self._pace[0] / self._pace[1]) if self._pace[1] else self._token_s
+        costs, context = self.costs, self._context
         reach = self.acceptance.reach(job.id, drafter, width, alone=True, matched=matched)
-        before_s, tokens = costs.pass_s(self._fed, num_jobs, self._context), 0.0
+        before_s = costs.pass_s(self._fed, num_jobs, context)
+        tokens, lengths = 0.0, list[tuple[float, float]]()  # that each length brings, and costs
         for count in range(1, width + 1):
             tokens += reach[min(count, len(reach)) - 1]
-            cost_s = costs.pass_s(self._fed + count, num_jobs, self._context) - before_s
-            gain = tokens - cost_s / token_s if token_s > 0.0 else tokens
-            if gain > best_gain:
-                best, best_gain = count, gain
-        return best
+            lengths.append((tokens, costs.pass_s(self._fed + count, num_jobs, context) - before_s))
+        token_s = min([self._token_s, *[(before_s + cost_s) / (num_jobs + tokens) for tokens, cost_s in lengths]])
+        if self._pace[1]:
+            token_s = min(token_s, self._pace[0] / self._pace[1])
+        gains = [tokens - cost_s / token_s if token_s > 0.0 else tokens for tokens, cost_s in lengths]
+        rival = self._rival if job.id in self._widths else 0.0
+        return gains.index(max(gains)) + 1 if max(gains, default=0.0) > rival else 0
 
     def repeats(self, batch: Batch) -> bool:
         """Whether the next round will most likely have the widths of this one, so that a device may be given it."""
