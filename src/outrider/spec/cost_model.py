@@ -191,7 +191,7 @@ class CostModel:
                 self.curve.move(prefill, prefill_s / self.scale, 1.0)
 
     def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
-        """Chains took so long to draft, with nothing to catch up on."""
+        """Chains took so long to draft, with nothing to catch up on. The first step counts each row that it read."""
         expected = self.draft_s(drafter, requests_by_step)
         if self.is_profile:
             self._profile_draft(drafter, len(requests_by_step), seconds)
