@@ -45,6 +45,8 @@ FLOAT_BOUND = 2e-5
 # products in a row come to 2 %, and to twice that where attention is sharp. A wrong minimum, scale or order of weights
 # gives other rows altogether: 1.4 and more. (What a single product may be off by is in test_native_kernels.py.)
 ROUNDED_BOUND = 0.06
+# Keys and values are rounded: to 11 significant bits, or to 127 steps of the largest of a head.
+KV_BOUNDS = {"f32": FLOAT_BOUND, "f16": 2e-3, "q8": 0.05}
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +72,16 @@ def deviation(ours: Array, wanted: Array) -> float:
     return float(np.linalg.norm(ours.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-def walk(folder: Path, shape: Shape, seed: int, rounds: int, bound: float | None = None) -> Walk:
+def walk(
+    folder: Path, shape: Shape, seed: int, rounds: int, bound: float | None = None, kv_type: str = "f16"
+) -> Walk:
     """A random walk whose rows must have the bits of a fresh pass, in pages of another size, on one thread. With a
     bound, torch must come as close as that."""
     paths = {name: save_model(folder / f"{name}.gguf", shape, seed=index) for index, name in enumerate(("m", "d"))}
     pages = Pages(800 // shape.page_size, shape.page_size)
-    target, draft = native(paths["m"], pages), native(paths["d"], pages)
+    target, draft = native(paths["m"], pages, kv_type=kv_type), native(paths["d"], pages, kv_type=kv_type)
     other = 16 if shape.page_size == 24 else 24
-    alone, second = native(paths["m"], other), native(paths["d"], other)
+    alone, second = native(paths["m"], other, kv_type=kv_type), native(paths["d"], other, kv_type=kv_type)
     truths = {"target": Truth(alone), "draft": Truth(second), "view": Truth(alone.view(1), alone)}
     references: dict[str, Truth] = {}
     if bound is not None:
@@ -105,7 +109,7 @@ def walk(folder: Path, shape: Shape, seed: int, rounds: int, bound: float | None
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_family_is_what_torch_computes(name: str, tmp_path: Path) -> None:
     """Chunks, chains, trees, forks, rewinds, kept paths, swaps, prefix hits, a second model, the first layers."""
-    done = walk(tmp_path, SHAPES[name], seed=1, rounds=5, bound=FLOAT_BOUND).done
+    done = walk(tmp_path, SHAPES[name], seed=1, rounds=5, bound=FLOAT_BOUND, kv_type="f32").done
     assert min(done[kind] for kind in Walk.KINDS) > 0 and done["rows of the target"] > 100, done
 
 
@@ -120,7 +124,12 @@ def quantised(kind: str, **more: Any) -> Shape:
 @pytest.mark.parametrize("kind", ["F16", *BY_BLOCK, *BY_SUPER])
 def test_every_type_is_what_torch_computes(isa: str, kind: str, tmp_path: Path) -> None:
     bound = FLOAT_BOUND if kind == "F16" else ROUNDED_BOUND
-    walk(tmp_path, quantised(kind), seed=2, rounds=1, bound=bound)
+    walk(tmp_path, quantised(kind), seed=2, rounds=1, bound=bound, kv_type="f32")
+
+
+@pytest.mark.parametrize("kv_type", KV_BOUNDS)
+def test_every_kv_type_comes_close_to_torch(isa: str, kv_type: str, tmp_path: Path) -> None:
+    walk(tmp_path, SHAPES["qwen3"], seed=5, rounds=1, bound=KV_BOUNDS[kv_type], kv_type=kv_type)
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen2"])
@@ -130,9 +139,38 @@ def test_types_side_by_side(isa: str, family: str, tmp_path: Path) -> None:
     walk(tmp_path, shape, seed=3, rounds=1, bound=ROUNDED_BOUND)
 
 
+@pytest.mark.parametrize("kv_type", KV_BOUNDS)
 @pytest.mark.parametrize("name", ["llama-odd", "mistral", "mistral-pattern", "qwen3", "phi3"])
-def test_bits_depend_on_nothing_but_the_text(isa: str, name: str, tmp_path: Path) -> None:
-    walk(tmp_path, SHAPES[name], seed=4, rounds=3)
+def test_bits_depend_on_nothing_but_the_text(isa: str, name: str, kv_type: str, tmp_path: Path) -> None:
+    walk(tmp_path, SHAPES[name], seed=4, rounds=3, kv_type=kv_type)
+
+
+@pytest.mark.parametrize("kv_type", KV_BOUNDS)
+@pytest.mark.parametrize("window", [0, 3, 100])
+def test_a_tree_across_chunks_of_keys(isa: str, window: int, kv_type: str, tmp_path: Path) -> None:
+    """A path of a tree that crosses an edge between chunks, with siblings between its nodes, has the bits of the chain,
+    whatever the threads; so do its tokens when they are kept and fed on."""
+    path = save_model(tmp_path / "m.gguf", Shape(window=window, heads=6, kv_heads=2))
+    backend = native(path, Pages(40, 16), kv_type=kv_type)
+    text = np.random.default_rng(0).integers(0, 101, 140).tolist()
+    chain = backend.open()
+    wanted = backend.score(Spans([chain], [0], [140], [140], np.array(text))).logits
+    for threads in (1, 2, 3):
+        library().outrider_set_threads(threads)
+        slot = backend.open()
+        backend.score(Spans([slot], [0], [124], [1], np.array(text[:124])))
+        tokens, parents, nodes = [text[124]], [-1], [0]
+        for token in text[125:134]:  # each has a sibling before it
+            tokens += [(token + 1) % 101, token]
+            parents += [nodes[-1], nodes[-1]]
+            nodes.append(len(tokens) - 1)
+        spans = Spans([slot], [124], [len(tokens)], [len(tokens)], np.array(tokens), {0: parents})
+        rows = backend.score(spans).logits
+        assert np.array_equal(rows[nodes], wanted[124:134])
+        backend.keep([slot], [134], {slot: [124 + node for node in nodes]})
+        rest = backend.score(Spans([slot], [134], [6], [6], np.array(text[134:]))).logits
+        assert np.array_equal(rest, wanted[134:])
+        backend.close(slot)
 
 
 @pytest.mark.slow
@@ -252,10 +290,10 @@ def test_heads_sit_on_native_models(layout: str, tmp_path: Path) -> None:
     path = save_gguf(model, tmp_path / "target.gguf")
     save_head(tmp_path / "head", layout, model)
     kind = EagleDrafter if layout.startswith("eagle") else MedusaDrafter
-    target, reference = native(path, 4), with_torch(path)
+    target, reference = native(path, 4, kv_type="f32"), with_torch(path)
     engine = Engine.load(target, draft=kind.load(tmp_path / "head", target))
     theirs = Engine.load(reference, draft=kind.load(tmp_path / "head", reference))
-    plain = Engine.load(native(path))
+    plain = Engine.load(native(path, kv_type="f32"))
     for sampling, shape in zip(ASKED, ({"width": 9, "tree": True}, {"width": 3}), strict=True):
         asked = {"max_tokens": 12, "ignore_eos": True, **sampling}
         results, others = engine.generate(PROMPTS, **asked, **shape), theirs.generate(PROMPTS, **asked, **shape)

@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 USUAL_WIDTH = 16  # the most tokens drafted for a request, unless somebody says otherwise
 NUM_BYTES = 256
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_TYPES = ("auto", "f32", "f16", "q8")
 BACKENDS = ("auto", "native", "torch", "hf", "mock")
 
 
@@ -94,7 +95,8 @@ class ModelConfig:
     caps the tokens of one sequence, `cache_tokens` those of all sequences together, `cache_bytes` the memory of their
     keys and values (neither: four contexts, as far as memory goes). `strict` makes a row's bits independent of what
     else is in its pass; natively they always are. `dtype` is what torch keeps weights, keys and values in: bfloat16 on
-    a GPU and float32 on a CPU if it is left out. `draft_device` is where draft models run, if not beside the target;
+    a GPU and float32 on a CPU if it is left out. `kv_type` is how the native backend stores keys and values: f16 if it
+    is left out, q8 takes half of that. `draft_device` is where draft models run, if not beside the target;
     one that runs ahead gets a second GPU where there is one.
     """
 
@@ -108,10 +110,13 @@ class ModelConfig:
     page_size: int = 16
     strict: bool = False
     dtype: str = "auto"
+    kv_type: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
+        if self.kv_type not in KV_TYPES:
+            raise ConfigError(f"kv_type must be one of {', '.join(KV_TYPES)}, got {self.kv_type!r}", param="kv_type")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", param="backend")
         for name, device in (("device", self.device), ("draft_device", self.draft_device or "auto")):

@@ -25,7 +25,7 @@ from outrider.kv.pages import Pages
 from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
 from outrider.models.heads import HeadFile
-from outrider.native.binding import Model, Numbers, Pass, address_of, forward, use_threads
+from outrider.native.binding import KV_TYPES, Model, Numbers, Pass, address_of, forward, use_threads
 from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
 
@@ -48,6 +48,7 @@ class NativeBackend(PagedSequences):
         vocab_size: int | None = None,
         context: int | None = None,
         threads: int | None = None,
+        kv_type: str = "f16",
     ) -> None:
         spec = file.spec
         assert isinstance(spec, TransformerSpec), f"{file.path} holds a {spec.family}"
@@ -56,7 +57,9 @@ class NativeBackend(PagedSequences):
         self.info = info_of(file, spec, pages, vocab_size, context)
         self.ops = NativeSampling()
         self.weights = NativeWeights(file, spec)
-        self.store = HostStore(spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size)
+        self.store = HostStore(
+            spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size, kv_type
+        )
         self.number = pages.add_store(self.store)
         self._turns = Turns(spec.rope)
         self._layers = spec.num_layers  # that a pass goes through
@@ -76,7 +79,8 @@ class NativeBackend(PagedSequences):
             output=self.weights.output.matrix,
             output_norm=address_of(self.weights.norm),
             layers=ctypes.addressof(self.weights.layers),
-            held=address_of(self.store.whole),
+            kv_type=KV_TYPES[kv_type],
+            kv_cache=address_of(self.store.whole),
             num_pages=pages.num_pages,
         )
 

@@ -20,7 +20,7 @@ from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Page
 from outrider.models.head_spec import EagleSpec
 from outrider.models.heads import HeadFile
-from outrider.native.binding import Model, Numbers, Pass, Roll, address_of, forward, roll
+from outrider.native.binding import KV_TYPES, Model, Numbers, Pass, Roll, address_of, forward, roll
 from outrider.native.sampling import NativeDrawing
 from outrider.sampling.ops import Drawing
 
@@ -38,7 +38,7 @@ def can_compute(file: HeadFile) -> bool:
 class HostEdges(HostStore):
     """Keys and values by page, and for each page the fused hidden state of its last token."""
 
-    def __init__(self, edges: Array, *shape: int) -> None:
+    def __init__(self, edges: Array, *shape: Any) -> None:
         super().__init__(*shape)
         self.edges = edges  # [pages, width]
 
@@ -67,6 +67,7 @@ class NativeHead(Edges):
             layer.num_kv_heads,
             layer.head_dim,
             pages.page_size,
+            target.store.kv_type,
         )
         self.number = pages.add_store(self.store)
         self._turns = Turns(layer.rope)
@@ -88,7 +89,8 @@ class NativeHead(Edges):
             output_norm=address_of(self.weights.norm),
             input_norm=address_of(self.weights.input_norm),
             layers=ctypes.addressof(self.weights.layers),
-            held=address_of(self.store.whole),
+            kv_type=KV_TYPES[self.store.kv_type],
+            kv_cache=address_of(self.store.whole),
             num_pages=pages.num_pages,
         )
 

@@ -52,7 +52,6 @@ class Plan:
         self.runs: list[int] = []
         self.extra_ends: list[int] = []
         self.extras: list[int] = []
-        self.extra_positions: list[int] = []
 
     def add(
         self,
@@ -91,5 +90,4 @@ class Plan:
             self.positions.append(root - skipped + len(path) - 1)
             self.runs.append(root)
             self.extras += [root + node for node in path]
-            self.extra_positions += range(root - skipped, root - skipped + len(path))
             self.extra_ends.append(len(self.extras))

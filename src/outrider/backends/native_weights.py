@@ -42,9 +42,9 @@ class NativeWeights:
         del self._file, self._arena, self._advance  # the file's mapping and metadata need not stay
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the matrices."""
-        return sum(held.memory.nbytes for held in self._held if isinstance(held, Packed))
+    def matrices(self) -> list[Packed]:
+        """All of them, in the layout of the kernels."""
+        return [held for held in self._held if isinstance(held, Packed)]
 
     def _room(self, name: str) -> int:
         """What a matrix takes of the arena; one that is cut into three needs a little more."""

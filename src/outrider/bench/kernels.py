@@ -19,7 +19,7 @@ import numpy as np
 from outrider.backends.base import Backend, Spans
 from outrider.backends.native_weights import NativeWeights
 from outrider.engine.engine import Engine
-from outrider.native.binding import num_cores
+from outrider.native.binding import Packed, num_cores
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
@@ -43,20 +43,28 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of this machine, as measured: bytes and operations per second, and what a token of the model needs of each.
+    """Of this machine, as measured: bytes and operations per second, and what the model needs of each.
 
-    `flops` is None where the arithmetic is not torch's: native products have no library to be measured by.
+    `flops` of native products are those of our own kernels with weights that stay in the cache.
     """
 
     bandwidth: float
     weight_bytes: int
     flops: float | None = None
     flops_per_row: float = 0.0
+    kv_bytes: int = 0  # keys and values of one token, all layers
 
-    def seconds(self, rows: int) -> float:
+    def memory(self, context: int = 0) -> float:
+        """Seconds to read all weights, and the keys and values of `context` tokens."""
+        return (self.weight_bytes + context * self.kv_bytes) / self.bandwidth
+
+    def arithmetic(self, rows: int) -> float:
+        """Seconds of the products of `rows` rows with all weights."""
+        return 0.0 if self.flops is None else rows * self.flops_per_row / self.flops
+
+    def seconds(self, rows: int, context: int = 0) -> float:
         """The least a pass can take."""
-        arithmetic = 0.0 if self.flops is None else rows * self.flops_per_row / self.flops
-        return max(self.weight_bytes / self.bandwidth, arithmetic)
+        return max(self.memory(context), self.arithmetic(rows))
 
 
 def readings(
@@ -146,7 +154,7 @@ def measured_limits(target: Backend, threads: int | None = None) -> Limits | Non
     """What this machine allows the model; None for a model whose weights nobody knows."""
     weights: Any = getattr(target, "weights", None)
     if isinstance(weights, NativeWeights):
-        return Limits(memory_bandwidth(threads), _bytes_of_a_pass(weights))
+        return _native_limits(target, weights, threads or num_cores())
     parts = _torch_matrices(weights)
     if not parts:
         return None
@@ -173,10 +181,25 @@ def memory_bandwidth(threads: int | None = None, device: Any = None) -> float:
         return READ_BYTES / _least_seconds(lambda: list(pool.map(np.max, parts)))
 
 
-def _bytes_of_a_pass(weights: NativeWeights) -> int:
-    """Of an embedding that is not the output, too, only rows are read."""
-    unread = 0 if weights.output is weights.embedding else weights.embedding.memory.nbytes
-    return weights.num_bytes - unread
+def _native_limits(target: Any, weights: NativeWeights, threads: int) -> Limits:
+    parts = [part for part in weights.matrices if part is weights.output or part is not weights.embedding]
+    products = {kind: 0 for kind in sorted({part.kind for part in parts})}
+    for part in parts:
+        products[part.kind] += 2 * part.matrix.rows * part.matrix.columns
+    seconds = sum(count / _native_flops(kind, threads) for kind, count in products.items())
+    flops = sum(products.values())
+    kv_bytes = target.store.bytes_of_token
+    num_bytes = sum(part.memory.nbytes for part in parts)
+    return Limits(memory_bandwidth(threads), num_bytes, flops / seconds, float(flops), kv_bytes)
+
+
+def _native_flops(kind: str, threads: int) -> float:
+    """Operations per second of our products with weights of this type that stay in the second cache."""
+    rows, columns, inputs = 512 * threads, 1024, 48
+    raw = np.zeros(rows * columns * 4, dtype=np.uint8)  # no type takes more
+    packed = Packed(kind, raw, rows, columns)
+    x = np.random.default_rng(0).normal(size=(inputs, columns)).astype(np.float32)
+    return 2 * rows * columns * inputs / _least_seconds(lambda: packed.multiply(x), 10)
 
 
 def _torch_matrices(weights: Any) -> list[Any]:

@@ -5,7 +5,8 @@
     decode    one token after another, greedily: ours through the whole engine, theirs with numpy's argmax
     together  several sequences decoding at once; ours only
 
-Times are per pass, or per token. Beside them stands what memory allows: every weight is read once a pass.
+Times are per pass, or per token. Beside them stands what the machine allows: every weight, and every key and value of
+the context, is read once a pass (memory), and every row is multiplied with every weight (arithmetic).
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ OWN = "outrider"
 PEER = "llama-cpp"
 PEER_COMMAND = (sys.executable, "-m", "outrider.bench.passes_peer")
 ROWS = (1, 2, 4, 8)
-CONTEXTS = (64, 512)
+CONTEXTS = (64, 1024, 4096)
 DECODED = 64  # tokens
-PROMPT = 16  # tokens before them
+PROMPTS = (64, 2048)  # tokens before them
 PREFILL = 512
 TOGETHER = 8
+SHORT_PROMPT = 16  # of each of them
 SETTLE_S = 0.05  # threads of a library spin for a while after their last work; the next engine shall not feel it
 BUSY = 0.5  # programs that run beside ours
 
@@ -76,6 +78,15 @@ class Row:
     ratio: float
     ratio_low: float
     ratio_high: float
+
+    def limits_ms(self, limits: Limits) -> tuple[float, float]:
+        """The least that memory and arithmetic allow: of a pass, or of a token that is decoded alone.
+
+        No limit is above the fastest pass: a reading of the memory's speed can be too low.
+        """
+        tokens, context = (1, self.context) if self.kind == "decode" else (self.rows, self.context)
+        found = (1e3 * limits.memory(context), 1e3 * limits.arithmetic(tokens))
+        return min(found[0], self.low), min(found[1], self.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +146,6 @@ class OwnPasses:
         self._longest = longest
         self._slot: Slot | None = None  # what passes stand behind stays from task to task
         self._held: list[int] = []
-        self._asked = 0
 
     def seconds(self, task: Task) -> float:
         if task.kind == "pass":
@@ -191,17 +201,15 @@ class OwnPasses:
         return self._decoding([task.tokens[at * size : (at + 1) * size] for at in range(task.rows)], DECODED)
 
     def _decoding(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Per token of all sequences, from when each has its first."""
-        self._asked += 1  # a tenant of its own finds nothing of earlier ones
+        """Per token of all sequences, from when each has its first. Their prompts may be in the prefix cache."""
         requests = [
             Request(
                 prompt=list(prompt),
                 sampling=SamplingParams(temperature=0.0),
                 max_tokens=num_tokens + 1,
                 ignore_eos=True,
-                tenant=f"{self._asked} {number}",
             )
-            for number, prompt in enumerate(prompts)
+            for prompt in prompts
         ]
         streams = [iter(stream) for stream in self._engine.open_streams(requests)]
         for stream in streams:
@@ -231,16 +239,18 @@ class PeerPasses:
 
 def tasks_of(vocab_size: int, context: int) -> list[Task]:
     """What is asked of everybody. The tokens are random: a pass takes the same time whatever they are."""
-    longest = max(*CONTEXTS, PREFILL) + max(ROWS)
+    longest = max(*CONTEXTS, *PROMPTS, PREFILL) + max(ROWS)
     tokens: list[int] = np.random.default_rng(0).integers(0, vocab_size, longest).tolist()
     found = [
         Task(_name_of_pass(rows, before), "pass", tuple(tokens[: before + rows]), rows, before)
         for before in CONTEXTS
         for rows in ROWS
     ]
-    found.append(Task(f"decoding, a token of {DECODED}", "decode", tuple(tokens[:PROMPT]), DECODED))
+    found += [
+        Task(f"decoding behind {prompt} tokens", "decode", tuple(tokens[:prompt]), DECODED, prompt) for prompt in PROMPTS
+    ]
     found.append(Task(f"prefill of {PREFILL} tokens", "prefill", tuple(tokens[:PREFILL]), 1))
-    together = tuple(tokens[: PROMPT * TOGETHER])
+    together = tuple(tokens[: SHORT_PROMPT * TOGETHER])
     found.append(Task(f"decoding, a token of {TOGETHER} x {DECODED}", "together", together, TOGETHER))
     return [task for task in found if len(task.tokens) + DECODED < context]
 
@@ -256,12 +266,20 @@ def measure(
     tell: Tell = lambda _: None,
     settle: Callable[[float], None] = time.sleep,
 ) -> list[Row]:
-    """Engines take turns on every task, in an order that is turned round. Who fails takes no further part."""
+    """Engines take turns on every task, in an order that is turned round. Who fails takes no further part.
+
+    Tasks of one kind and context are repeated together, so that a long context is read once.
+    """
     seconds: dict[tuple[str, Task], list[float]] = {}
     left = list(engines)
-    for repeat in range(repeats + 1):  # the first warms up and is not counted
-        tell(f"repeat {repeat} of {repeats}" if repeat else "warm-up")
-        for task in tasks:
+    groups: dict[tuple[Kind, int], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((task.kind, task.context), []).append(task)
+    rounds = [(group, repeat) for group in groups.values() for repeat in range(repeats + 1)]
+    for group, repeat in rounds:  # the first of a group warms up and is not counted
+        if not repeat:
+            tell(group[0].name if len(group) == 1 else f"{group[0].name} and more")
+        for task in group:
             for engine in left[::-1] if repeat % 2 else list(left):
                 if task.kind not in engine.kinds:
                     continue
@@ -359,7 +377,7 @@ def remarks(report: Report) -> list[str]:
         found.append(f"OTHER PROGRAMS were running (load {load:.1f} at the start): these numbers are worth little")
     one = report.row(OWN, _name_of_pass(1, CONTEXTS[0]))
     if limits is not None:
-        least = 1e3 * limits.weight_bytes / limits.bandwidth
+        least = 1e3 * limits.memory()
         found.append(
             f"weights: {limits.weight_bytes / 1e6:.1f} MB are read in every pass; memory: {limits.bandwidth / 1e9:.1f} "
             f"GB/s as measured with {report.settings.get('threads')} threads; so a pass takes at least {least:.2f} ms"
@@ -375,7 +393,7 @@ def remarks(report: Report) -> list[str]:
                 parts.append(f"{engine} {four.ms / single.ms:.2f}x")
         if parts:
             found.append(f"four rows over one behind {context} tokens: {', '.join(parts)}")
-    ours = {row.kind: row for row in report.rows if row.engine == OWN}
+    ours = {row.kind: row for row in reversed(report.rows) if row.engine == OWN}  # decoding with the shorter prompt
     alone, together = ours.get("decode"), ours.get("together")
     if alone is not None and together is not None:
         found.append(

@@ -70,8 +70,8 @@ class LlamaCppPasses:
 
     def _decode(self, tokens: Sequence[int], rows: int) -> float:
         """Per token, after the first."""
-        self._rewind(0)
-        token = int(np.argmax(self._feed(tokens, 1)))
+        self._rewind(known := common(self.held, tokens[:-1]))
+        token = int(np.argmax(self._feed(tokens[known:], 1)))
         started = time.perf_counter()
         for _ in range(rows):
             token = int(np.argmax(self._feed([token], 1)))

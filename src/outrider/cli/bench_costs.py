@@ -54,12 +54,17 @@ def show_passes(settings: passes.PassSettings, json_file: Path | None) -> None:
     if json_file is not None:
         check_folder(json_file, "json")
     report = passes.compare(settings, lambda sentence: typer.secho(sentence, dim=True, err=True))
-    typer.echo(f"{'ms, median and range':<34}{'engine':<11}{'ms':>9}{'range':>19}{'over ours':>11}{'range':>15}")
+    head = f"{'ms, median and range':<34}{'engine':<11}{'ms':>9}{'range':>19}{'over ours':>11}{'range':>15}"
+    typer.echo(f"{head}{'of memory':>12}{'of arithmetic':>15}")
     for row in report.rows:
         span = f"{row.low:.2f} - {row.high:.2f}"
         beside = "" if row.engine == passes.OWN else f"{row.ratio:.2f}x"
         between = "" if row.engine == passes.OWN else f"{row.ratio_low:.2f} - {row.ratio_high:.2f}"
-        typer.echo(f"{row.task:<34}{row.engine:<11}{row.ms:>9.2f}{span:>19}{beside:>11}{between:>15}".rstrip())
+        line = f"{row.task:<34}{row.engine:<11}{row.ms:>9.2f}{span:>19}{beside:>11}{between:>15}"
+        if report.limits is not None and row.kind in ("pass", "decode"):
+            memory, arithmetic = row.limits_ms(report.limits)
+            line += f"{row.ms / memory:>11.2f}x" + (f"{row.ms / arithmetic:>14.2f}x" if arithmetic else "")
+        typer.echo(line.rstrip())
     typer.echo()
     for remark in passes.remarks(report):
         typer.echo(remark)

@@ -36,6 +36,9 @@ Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable, whate
 Accept = Annotated[str, typer.Option(help="auto, rejection or coupled")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits whatever else is in a pass; slower.")]
 Dtype = Annotated[str, typer.Option(help="On a GPU: bfloat16, float16 or float32; auto is bfloat16.")]
+KvType = Annotated[
+    str, typer.Option(help="How a CPU stores keys and values: f32, f16 or q8; auto is f16.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 SaveAfter = Annotated[
@@ -81,6 +84,7 @@ def loading(
     run_ahead: bool,
     strict: bool,
     dtype: str,
+    kv_type: str,
     threads: int | None,
     context: int | None,
 ) -> dict[str, Any]:
@@ -101,6 +105,7 @@ def loading(
         "device": device,
         "strict": strict,
         "dtype": dtype,
+        "kv_type": kv_type,
         "threads": threads,
         "context": context,
     }

@@ -20,6 +20,7 @@ HELD = (
     "run_ahead",
     "strict",
     "dtype",
+    "kv_type",
     "threads",
     "context",
 )  # of loading: the server has decided them

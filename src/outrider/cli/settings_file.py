@@ -28,6 +28,7 @@ KEYS: dict[str, tuple[type, ...]] = {
     "context": (int,),
     "strict": (bool,),
     "dtype": (str,),
+    "kv_type": (str,),
 }
 
 

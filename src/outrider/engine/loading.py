@@ -102,6 +102,8 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
     files = [open_model(path) for path in paths]
     runners = [choose(file, _aside(config) if index else config) for index, file in enumerate(files)]
     _check_runners(files, runners)
+    if config.kv_type != "auto" and all(runner.backend != "native" for runner in runners):
+        raise _no_kv_type(config)
     tokenizers = [tokenizer_of(path, file) for path, file in zip(paths, files, strict=True)]
     room = Room.of(files, runners, config)
     sizes = [
@@ -177,7 +179,14 @@ def _native_backend(
     from outrider.backends.native import NativeBackend
 
     assert isinstance(file, GGUFFile) and pages is not None, "others do not run natively"
-    return NativeBackend(file, pages, vocab_size=vocab_size, context=config.context, threads=config.threads)
+    return NativeBackend(
+        file,
+        pages,
+        vocab_size=vocab_size,
+        context=config.context,
+        threads=config.threads,
+        kv_type=_kv_type(config),
+    )
 
 
 def _torch_backend(
@@ -221,6 +230,8 @@ def _adapt(paths: Sequence[Path], config: ModelConfig) -> list[Loaded]:
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.kv_type != "auto":
+        raise _no_kv_type(config)
     loaded = []
     for path in paths:
         _refuse_strict(config, f"{path.name} on the hf backend")
@@ -294,8 +305,20 @@ def dtype_of(config: ModelConfig, device: str) -> torch.dtype:
 def _page_bytes(spec: TransformerSpec, runner: Runner, size: int, config: ModelConfig) -> int:
     """What a page of so many tokens takes for one model."""
     if runner.backend == "native":
-        return HostStore.bytes_of_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, size)
+        return HostStore.bytes_of_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, size, _kv_type(config))
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_of(config, runner.device).itemsize * size
+
+
+def _no_kv_type(config: ModelConfig) -> ConfigError:
+    return ConfigError(
+        f"kv_type={config.kv_type} is for GGUF models on the native CPU backend; leave it out, or set dtype",
+        param="kv_type",
+    )
+
+
+def _kv_type(config: ModelConfig) -> str:
+    """How the native backend stores keys and values."""
+    return "f16" if config.kv_type == "auto" else config.kv_type
 
 
 def _free_memory(runner: Runner) -> int:

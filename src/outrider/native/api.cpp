@@ -28,8 +28,14 @@ extern const Kernels kernels_portable;
 #ifdef OUTRIDER_HAS_NEON
 extern const Kernels kernels_neon;
 #endif
+#ifdef OUTRIDER_HAS_I8MM
+extern const Kernels kernels_i8mm;
+#endif
 #ifdef OUTRIDER_HAS_AVX2
 extern const Kernels kernels_avx2;
+#endif
+#ifdef OUTRIDER_HAS_AVX512BW
+extern const Kernels kernels_avx512bw;
 #endif
 #ifdef OUTRIDER_HAS_AVX512
 extern const Kernels kernels_avx512;
@@ -37,7 +43,7 @@ extern const Kernels kernels_avx512;
 
 namespace {
 
-constexpr int ABI = 3;  // native/library.py names the same number
+constexpr int ABI = 4;  // native/library.py names the same number
 
 #ifdef OUTRIDER_HAS_NEON
 bool has_dot_product() {
@@ -53,6 +59,21 @@ bool has_dot_product() {
 }
 #endif
 
+#ifdef OUTRIDER_HAS_I8MM
+bool has_matmul() {
+#if defined(__linux__)
+    constexpr unsigned long I8MM = 1 << 13;  // HWCAP2_I8MM, which older headers do not have
+    return getauxval(AT_HWCAP2) & I8MM;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof(found);
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found;
+#else
+    return false;
+#endif
+}
+#endif
+
 #if defined(__x86_64__)
 // With what isa_avx2.cpp is compiled for. Older compilers do not know "f16c" as a name.
 bool has_avx2() {
@@ -60,18 +81,27 @@ bool has_avx2() {
     const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
     return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
 #endif
 
 // Best first.
 std::vector<const Kernels *> usable() {
     std::vector<const Kernels *> sets;
 #ifdef OUTRIDER_HAS_AVX512
-    if (has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-        sets.push_back(&kernels_avx512);
+    if (has_avx512() && __builtin_cpu_supports("avx512vnni")) sets.push_back(&kernels_avx512);
+#endif
+#ifdef OUTRIDER_HAS_AVX512BW
+    if (has_avx512()) sets.push_back(&kernels_avx512bw);
 #endif
 #ifdef OUTRIDER_HAS_AVX2
     if (has_avx2()) sets.push_back(&kernels_avx2);
+#endif
+#ifdef OUTRIDER_HAS_I8MM
+    if (has_dot_product() && has_matmul()) sets.push_back(&kernels_i8mm);
 #endif
 #ifdef OUTRIDER_HAS_NEON
     if (has_dot_product()) sets.push_back(&kernels_neon);

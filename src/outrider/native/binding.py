@@ -21,6 +21,7 @@ TYPES = {
     **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
     **{"Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
 }
+KV_TYPES = {"f32": 0, "f16": 1, "q8": 2}  # how the KV cache stores numbers, see `KvType` in table.h
 ALIGNMENT = 64
 
 _are_set = False  # threads, by anybody
@@ -53,9 +54,9 @@ Model: Any = _structure(
         **_fields(_int, "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "ffn_width", "num_columns"),
         **_fields(_int, "rotary_pairs", "interleaved", "page_size"),
         "eps": ctypes.c_float,
-        "keeps_normed": _int,
+        **_fields(_int, "keeps_normed", "kv_type"),
         **_fields(Matrix, "embedding", "output"),
-        **_fields(_pointer, "output_norm", "input_norm", "layers", "held"),
+        **_fields(_pointer, "output_norm", "input_norm", "layers", "kv_cache"),
         "num_pages": _long,
     },
 )
@@ -64,7 +65,7 @@ Pass: Any = _structure(
     {
         **_fields(_int, "num_rows", "num_layers"),
         **_fields(_pointer, "tokens", "positions", "inputs", "places", "pages", "tables", "firsts", "runs"),
-        **_fields(_pointer, "extra_ends", "extras", "extra_positions", "turns"),
+        **_fields(_pointer, "extra_ends", "extras", "turns"),
         **_fields(_int, "num_wanted", "num_hidden"),
         **_fields(_pointer, "wanted", "logits", "hidden_layers", "hidden"),
     },

@@ -26,7 +26,8 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = ("-Wno-maybe-uninitialized", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", *AVX2)
+AVX512BW = ("-Wno-maybe-uninitialized", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
+AVX512 = (*AVX512BW, "-mavx512vnni")
 PORTABLE = "portable"  # the instruction set that every machine has: without it there is no library
 
 
@@ -40,7 +41,9 @@ class InstructionSet:
 
 INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
     "neon": InstructionSet(("aarch64", "arm64"), ("-march=armv8.2-a+dotprod",)),
+    "i8mm": InstructionSet(("aarch64", "arm64"), ("-march=armv8.2-a+dotprod+i8mm",)),
     "avx2": InstructionSet(("x86_64", "amd64"), AVX2),
+    "avx512bw": InstructionSet(("x86_64", "amd64"), AVX512BW),
     "avx512": InstructionSet(("x86_64", "amd64"), AVX512),
 }
 

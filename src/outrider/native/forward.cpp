@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <new>
+#include <vector>
 
 #include "pack.h"
 #include "pool.h"
@@ -17,7 +18,8 @@ namespace {
 // after group, a stretch should fit into the second cache, and be long: all rows pass by for each of them.
 constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 262144;
 constexpr int FEW_ROWS = 8;
-constexpr int KEYS_AT_A_TIME = 64;
+constexpr int ROWS_OF_A_BLOCK = 8;   // rows of one sequence whose keys are read together
+constexpr int ITEMS_PER_THREAD = 16;  // of attention: so many are shared evenly, whatever they take
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
 class Scratch {
@@ -54,6 +56,16 @@ class Cutter {
     int64_t used_ = 0;
 };
 
+int padded_size(const Model &model) { return (model.page_size + KV_GROUP - 1) / KV_GROUP * KV_GROUP; }
+int padded_dim(const Model &model) { return (model.head_dim + 15) / 16 * 16; }
+
+// Bytes of the keys, or of the values, of one page, layer and kv head. kv/host_store.py has the same layout.
+int64_t kv_block_bytes(const Model &model) {
+    const int64_t size = padded_size(model), elements = size * padded_dim(model);
+    if (model.kv_type == KV_Q8) return elements + int64_t(sizeof(float)) * size;
+    return elements * (model.kv_type == KV_F16 ? 2 : 4);
+}
+
 Rounded cut_rounded(Cutter &cutter, int64_t rows, int64_t columns, int lanes) {
     const int64_t numbers = rows * columns;
     return {cutter.cut<int8_t>(numbers), cutter.cut<float>(numbers / BLOCK + 1), cutter.cut<float>(numbers / BLOCK + 1),
@@ -72,11 +84,10 @@ Activations activations_of(const Matrix &matrix, const float *values, const Roun
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
     float *entered;  // of a head: what its first layer reads
-    float *scores;   // for each thread; or, of a few rows, for each query
-    float *inverse;  // one over the sum of a query's weights
+    float *partials;  // of attention, see Attention
     Rounded by_block, by_super;
 
-    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes, int64_t scores_room)
+    Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes, int64_t num_partials)
         : x(cutter.cut<float>(rows * model.width)),
           normed(cutter.cut<float>(rows * model.width)),
           queries(cutter.cut<float>(rows * model.num_heads * model.head_dim)),
@@ -86,10 +97,47 @@ struct Buffers {
           gate(cutter.cut<float>(rows * model.ffn_width)),
           up(cutter.cut<float>(rows * model.ffn_width)),
           entered(cutter.cut<float>(model.input_norm ? rows * 2 * model.width : 0)),
-          scores(cutter.cut<float>(scores_room)),
-          inverse(cutter.cut<float>(rows * model.num_heads)),
+          partials(cutter.cut<float>(num_partials)),
           by_block(cut_rounded(cutter, rows, widest, lanes)),
           by_super(cut_rounded(cutter, rows, widest, lanes)) {}
+};
+
+// Neighbouring rows of one sequence, and the chunks of keys that they attend to.
+struct RowBlock {
+    int first_row, num_rows, first_chunk, num_chunks;
+};
+
+// How the attention of a pass is shared among threads: by blocks of rows, kv heads, and pieces of the keys. With one
+// piece, a thread merges the chunks of keys as it goes through them. With several, the partial softmax of every chunk
+// is kept, and all are merged afterwards: in the same order, so the numbers are the same.
+struct AttentionPlan {
+    std::vector<RowBlock> blocks;
+    int pieces = 1;
+    int most_chunks = 0;  // of a block
+
+    AttentionPlan(const Model &model, const Pass &pass, int threads) {
+        for (int row = 0; row < pass.num_rows; row++) {
+            const int extras = pass.extra_ends[row] - (row ? pass.extra_ends[row - 1] : 0);
+            const int first = pass.firsts[row] / KV_CHUNK, end = (pass.runs[row] + extras + KV_CHUNK - 1) / KV_CHUNK;
+            const bool joins = !blocks.empty() && pass.tables[row] == pass.tables[row - 1] &&
+                               blocks.back().num_rows < ROWS_OF_A_BLOCK && blocks.back().first_chunk == first;
+            if (!joins) blocks.push_back({row, 0, first, 0});
+            RowBlock &block = blocks.back();
+            block.num_rows++;
+            block.num_chunks = std::max(block.num_chunks, end - first);
+            most_chunks = std::max(most_chunks, block.num_chunks);
+        }
+        const int num_items = int(blocks.size()) * model.num_kv_heads, wanted = ITEMS_PER_THREAD * threads;
+        if (threads > 1 && num_items < wanted)
+            pieces = std::max(1, std::min(most_chunks, (wanted + num_items - 1) / std::max(1, num_items)));
+    }
+
+    // Numbers for partials: of all chunks, or of one block for each thread (merged ones and those of one chunk).
+    int64_t num_partials(const Model &model, int64_t num_rows, int threads) const {
+        const int64_t size = partial_size(padded_dim(model));
+        if (pieces > 1) return num_rows * model.num_heads * most_chunks * size;
+        return 2 * int64_t(threads) * ROWS_OF_A_BLOCK * (model.num_heads / model.num_kv_heads) * size;
+    }
 };
 
 struct Product {
@@ -101,15 +149,14 @@ struct Product {
 
 class Run {
   public:
-    Run(const Model &model, const Pass &pass, const Kernels &kernels, const Buffers &buffers, bool few)
+    Run(const Model &model, const Pass &pass, const Kernels &kernels, const Buffers &buffers, const AttentionPlan &plan)
         : model_(model),
           pass_(pass),
           kernels_(kernels),
           pool_(Pool::get()),
           buffers_(buffers),
           rows_(pass.num_rows),
-          room_(room_of(pass)),
-          few_(few) {}
+          plan_(plan) {}
 
     void all() {
         pool_.share(rows_, [&](int row) {
@@ -122,19 +169,6 @@ class Run {
             hand_out(layer + 1);
         }
         finish();
-    }
-
-    // Whether there are fewer things to look at than threads can share evenly.
-    static bool are_few(const Model &model, int64_t rows, int threads) { return rows * model.num_kv_heads < 4 * threads; }
-
-    // Numbers for the scores of one query with all keys it may see, and the rest of a vector.
-    static int64_t room_of(const Pass &pass) {
-        int64_t most = 0;
-        for (int row = 0; row < pass.num_rows; row++) {
-            const int64_t extras = pass.extra_ends[row] - (row ? pass.extra_ends[row - 1] : 0);
-            most = std::max(most, pass.runs[row] + extras);
-        }
-        return (most + 2 * MAX_LANES - 1) / MAX_LANES * MAX_LANES;
     }
 
   private:
@@ -269,13 +303,11 @@ class Run {
         });
     }
 
-    Held held(int layer, int head) const {
-        const int padded_size = (model_.page_size + TOKENS - 1) / TOKENS * TOKENS;
-        const int padded_dim = (model_.head_dim + 15) / 16 * 16;
-        const int64_t one = int64_t(padded_size) * padded_dim, of_a_layer = held_numbers(model_);
-        float *keys = model_.held + layer * of_a_layer + head * one;
-        return {keys, keys + model_.num_kv_heads * one, model_.num_layers * of_a_layer, model_.page_size, padded_size, model_.head_dim,
-                padded_dim};
+    KvView kv_view(int layer, int head) const {
+        const int64_t block = kv_block_bytes(model_), of_a_layer = 2 * model_.num_kv_heads * block;
+        uint8_t *keys = model_.kv_cache + layer * of_a_layer + head * block;
+        return {keys,           keys + model_.num_kv_heads * block, model_.num_layers * of_a_layer, model_.kv_type,
+                model_.page_size, padded_size(model_),              model_.head_dim,                padded_dim(model_)};
     }
 
     // A key head of a row and the queries that look at it are normed and turned; key and value go where they belong.
@@ -292,12 +324,8 @@ class Run {
         float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
         norm_head(key, layer.key_norm);
         turn(key, turns);
-        const Held to = held(number, head);
-        const int page = pass_.places[row] / model_.page_size, within = pass_.places[row] % model_.page_size;
-        float *keys = to.keys + page * to.page_stride + within;
-        for (int d = 0; d < dim; d++) keys[d * to.padded_size] = key[d];
         const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
-        memcpy(to.values + page * to.page_stride + within * to.padded_dim, value, sizeof(float) * dim);
+        kernels_.store_kv(kv_view(number, head), pass_.places[row], key, value);
     }
 
     void norm_head(float *x, const float *weight) const {
@@ -318,97 +346,132 @@ class Run {
         }
     }
 
-    // Heads that share keys look together, up to MAX_QUERIES of them.
     void attend(const Layer &layer, int number) {
-        const int group = model_.num_heads / model_.num_kv_heads;
-        const int parts = (group + MAX_QUERIES - 1) / MAX_QUERIES, size = (group + parts - 1) / parts;
-        const int per_row = model_.num_kv_heads * parts;
-        const auto looking = [&](int item) {
-            const int row = item / parts % rows_, head = item / (parts * rows_), first = item % parts * size;
-            return Looking{row, head, head * group + first, std::min(size, group - first)};
+        const int heads = model_.num_kv_heads, pieces = plan_.pieces;
+        pool_.share(int(plan_.blocks.size()) * heads * pieces, [&](int item) {
+            const RowBlock &block = plan_.blocks[size_t(item / (heads * pieces))];
+            const int head = item / pieces % heads, piece = item % pieces, chunks = block.num_chunks;
+            const KvView kv = kv_view(number, head);
+            const int first = chunks * piece / pieces, end = chunks * (piece + 1) / pieces;
+            for (int chunk = first; chunk < end; chunk++)
+                attend_block(layer, kv, block, head, block.first_chunk + chunk, chunk + 1 < end);
+            if (pieces == 1)
+                for (int row = 0; row < block.num_rows; row++)
+                    for (int q = 0; q < group(); q++)
+                        finish_query(block.first_row + row, head * group() + q, own_partial(row * group() + q));
+        });
+        if (pieces > 1)
+            pool_.share(rows_ * model_.num_heads, [&](int item) { merge_query(layer, item / model_.num_heads, item); });
+    }
+
+    // One chunk of keys with all queries of a block that attend to them. The rows that see all of it share a call.
+    void attend_block(const Layer &layer, const KvView &kv, const RowBlock &block, int head, int chunk, bool goes_on) {
+        const float *queries[MAX_QUERIES];
+        float *partials[MAX_QUERIES];
+        int count = 0;
+        Visible whole{};
+        const auto compute = [&](const Visible &visible) {
+            kernels_.attend_chunk(kv, visible, queries, count, partials);
+            count = 0;
         };
-        if (few_) return attend_in_parts(layer, number, rows_ * per_row, looking);
-        pool_.share(rows_ * per_row, [&](int item) {
-            const Looking who = looking(item);
-            const float *queries[MAX_QUERIES];
-            float *out[MAX_QUERIES];
-            heads_of(who, queries, out);
-            float *scores = buffers_.scores + Pool::number() * MAX_QUERIES * room_;
-            if (who.count > 0)
-                kernels_.attend(held(number, who.kv_head), sight_of(layer, who.row), queries, who.count, out, scores,
-                                room_);
-        });
-    }
-
-    // A few queries of a row that look at the same keys.
-    struct Looking {
-        int row, kv_head, first, count;
-    };
-
-    // With a few rows there is too little for all threads, or it cannot be shared evenly: keys are cut into stretches, then
-    // values by dimensions. No sum is cut, so nothing changes.
-    template <class Who> void attend_in_parts(const Layer &layer, int number, int num_looking, const Who &looking) {
-        const int stretches = int((room_ + KEYS_AT_A_TIME - 1) / KEYS_AT_A_TIME);
-        pool_.share(num_looking * stretches, [&](int item) {
-            const Looking who = looking(item / stretches);
-            Sight sight = sight_of(layer, who.row);
-            const int skipped = item % stretches * KEYS_AT_A_TIME, first = sight.first + skipped;
-            const bool is_last = first + KEYS_AT_A_TIME >= sight.last;
-            if (who.count <= 0 || (skipped && first >= sight.last)) return;
-            sight.first = first;
-            if (!is_last) {
-                sight.last = first + KEYS_AT_A_TIME;
-                sight.num_extras = 0;
+        for (int in_block = 0; in_block < block.num_rows; in_block++) {
+            const int row = block.first_row + in_block;
+            Visible visible = visible_chunk(layer, row, chunk);
+            const int num_keys = visible.last - visible.first + visible.num_extras;
+            if (num_keys <= 0) continue;
+            visible.next = goes_on ? (chunk + 1) * KV_CHUNK : visible.last - 1;
+            const bool is_whole = visible.last - visible.first == KV_CHUNK;
+            if (count && !is_whole) compute(whole);
+            whole = visible;
+            for (int q = 0; q < group(); q++) {
+                const int64_t query = int64_t(row) * model_.num_heads + head * group() + q;
+                queries[count] = buffers_.queries + query * model_.head_dim;
+                partials[count] = partial_of(block, in_block * group() + q, query, chunk, is_first(layer, row, chunk));
+                if (++count == kernels_.queries) compute(visible);
             }
-            const float *queries[MAX_QUERIES];
-            float *out[MAX_QUERIES];
-            heads_of(who, queries, out);
-            kernels_.match(held(number, who.kv_head), sight, queries, who.count, scores_of(who) + skipped, room_);
-        });
-        pool_.share(rows_ * model_.num_heads, [&](int item) {
-            const Sight sight = sight_of(layer, item / model_.num_heads);
-            const int keys = sight.last - sight.first + sight.num_extras;
-            buffers_.inverse[item] = kernels_.weigh(buffers_.scores + item * room_, keys);
-        });
-        const int parts = (model_.head_dim + 15) / 16;
-        pool_.share(num_looking * parts, [&](int item) {
-            const Looking who = looking(item / parts);
-            if (who.count <= 0) return;
-            const float *queries[MAX_QUERIES];
-            float *out[MAX_QUERIES];
-            heads_of(who, queries, out);
-            const float *inverse = buffers_.inverse + int64_t(who.row) * model_.num_heads + who.first;
-            kernels_.mix(held(number, who.kv_head), sight_of(layer, who.row), scores_of(who), room_, item % parts * 16,
-                         who.count, inverse, out);
-        });
+            if (count && !is_whole) compute(visible);
+        }
+        if (count) compute(whole);
+        if (plan_.pieces == 1) merge_block(layer, block, chunk);
     }
 
-    float *scores_of(const Looking &who) const {
-        return buffers_.scores + (int64_t(who.row) * model_.num_heads + who.first) * room_;
+    // Where the partial of a query and a chunk goes. Of a block that is merged at once: the first chunk is the start.
+    float *partial_of(const RowBlock &block, int in_block, int64_t query, int chunk, bool is_first) const {
+        if (plan_.pieces > 1) return kept_partial(query, chunk - block.first_chunk);
+        return own_partial(is_first ? in_block : ROWS_OF_A_BLOCK * group() + in_block);
     }
 
-    void heads_of(const Looking &who, const float **queries, float **out) const {
-        for (int q = 0; q < who.count; q++) {
-            const int64_t at = (int64_t(who.row) * model_.num_heads + who.first + q) * model_.head_dim;
-            queries[q] = buffers_.queries + at;
-            out[q] = buffers_.seen + at;
+    float *kept_partial(int64_t query, int chunk) const {
+        return buffers_.partials + (query * plan_.most_chunks + chunk) * partial_size(padded_dim(model_));
+    }
+
+    // Of this thread: merged partials of a block's queries, then those of one chunk.
+    float *own_partial(int index) const {
+        const int64_t of_a_thread = 2 * ROWS_OF_A_BLOCK * group();
+        return buffers_.partials + (Pool::number() * of_a_thread + index) * partial_size(padded_dim(model_));
+    }
+
+    void merge_block(const Layer &layer, const RowBlock &block, int chunk) const {
+        for (int in_block = 0; in_block < block.num_rows; in_block++) {
+            const int row = block.first_row + in_block;
+            const Visible visible = visible_chunk(layer, row, chunk);
+            if (visible.last - visible.first + visible.num_extras <= 0 || is_first(layer, row, chunk)) continue;
+            for (int index = in_block * group(); index < (in_block + 1) * group(); index++)
+                kernels_.merge_partial(own_partial(index), own_partial(ROWS_OF_A_BLOCK * group() + index),
+                                       padded_dim(model_));
         }
     }
 
-    // What a row sees in a layer.
-    Sight sight_of(const Layer &layer, int row) const {
-        const int begin = row ? pass_.extra_ends[row - 1] : 0;
-        Sight sight{pass_.pages + pass_.tables[row], pass_.firsts[row], pass_.runs[row], pass_.extras + begin,
-                    pass_.extra_ends[row] - begin};
-        if (layer.window) {
-            const int oldest = int(std::max<int64_t>(0, pass_.positions[row] - layer.window + 1));
-            sight.first = std::min(sight.first + oldest, sight.last);
-            while (sight.num_extras && pass_.extra_positions[sight.extras - pass_.extras] < oldest) {
-                sight.extras++;
-                sight.num_extras--;
-            }
-        }
-        return sight;
+    // The partials of all chunks of one query, in order.
+    void merge_query(const Layer &layer, int row, int64_t query) const {
+        const Visible visible = visible_to(layer, row);
+        const int skipped = pass_.firsts[row] / KV_CHUNK, first = first_key(visible) / KV_CHUNK - skipped;
+        const int end = (visible.extra_start + visible.num_extras + KV_CHUNK - 1) / KV_CHUNK - skipped;
+        float *merged = kept_partial(query, first);
+        for (int chunk = first + 1; chunk < end; chunk++)
+            kernels_.merge_partial(merged, kept_partial(query, chunk), padded_dim(model_));
+        finish_query(row, int(query % model_.num_heads), merged);
+    }
+
+    void finish_query(int row, int head, const float *merged) const {
+        float *out = buffers_.seen + (int64_t(row) * model_.num_heads + head) * model_.head_dim;
+        const float inverse = 1.0f / merged[padded_dim(model_) + 1];
+        for (int d = 0; d < model_.head_dim; d++) out[d] = merged[d] * inverse;
+    }
+
+    int group() const { return model_.num_heads / model_.num_kv_heads; }
+
+    // The part of what a row sees that lies in a chunk.
+    Visible visible_chunk(const Layer &layer, int row, int chunk) const {
+        Visible visible = visible_to(layer, row);
+        const int start = chunk * KV_CHUNK, end = start + KV_CHUNK;
+        const int first_extra = std::clamp(start - visible.extra_start, 0, visible.num_extras);
+        const int last_extra = std::clamp(end - visible.extra_start, 0, visible.num_extras);
+        visible.last = std::min(visible.last, end);
+        visible.first = std::min(std::max(visible.first, start), visible.last);
+        visible.extras += first_extra;
+        visible.num_extras = last_extra - first_extra;
+        return visible;
+    }
+
+    // Whether this is the first chunk that a row sees anything of.
+    bool is_first(const Layer &layer, int row, int chunk) const {
+        return first_key(visible_to(layer, row)) / KV_CHUNK == chunk;
+    }
+
+    static int first_key(const Visible &visible) {
+        return visible.first < visible.last ? visible.first : visible.extra_start;
+    }
+
+    // The keys that a row attends to in a layer.
+    Visible visible_to(const Layer &layer, int row) const {
+        const int begin = row ? pass_.extra_ends[row - 1] : 0, num_extras = pass_.extra_ends[row] - begin;
+        const int run_end = pass_.runs[row];
+        int first = pass_.firsts[row];
+        if (layer.window) first += int(std::max<int64_t>(0, pass_.positions[row] - layer.window + 1));
+        const int hidden = std::clamp(first - run_end, 0, num_extras);  // a window may begin among the extras
+        return {pass_.pages + pass_.tables[row], std::min(first, run_end), run_end, pass_.extras + begin + hidden,
+                num_extras - hidden,             run_end + hidden,         0};
     }
 
     void hand_out(int layer) {
@@ -442,8 +505,7 @@ class Run {
     Pool &pool_;
     const Buffers buffers_;
     const int rows_;
-    const int64_t room_;
-    const bool few_;  // see are_few
+    const AttentionPlan &plan_;
 };
 
 int64_t widest(const Model &model) {
@@ -453,25 +515,18 @@ int64_t widest(const Model &model) {
 
 }  // namespace
 
-int64_t held_numbers(const Model &model) {
-    const int64_t padded_size = (model.page_size + TOKENS - 1) / TOKENS * TOKENS;
-    const int64_t padded_dim = (model.head_dim + 15) / 16 * 16;
-    return 2 * model.num_kv_heads * padded_size * padded_dim;
-}
-
 void forward(const Model &model, const Pass &pass, const Kernels &kernels) {
     thread_local Scratch scratch;  // the caller's: another thread may be preparing its own pass
     const int64_t rows = std::max(pass.num_rows, pass.num_wanted);
     for (bool done = false; !done;) {
         const int threads = Pool::get().size();
-        const bool few = Run::are_few(model, pass.num_rows, threads);
-        const int64_t scores = Run::room_of(pass) * (few ? rows * model.num_heads : int64_t(MAX_QUERIES) * threads);
+        const AttentionPlan plan(model, pass, threads);
+        const int64_t partials = plan.num_partials(model, rows, threads);
         Cutter counting(nullptr);
-        Buffers(counting, model, rows, widest(model), kernels.lanes, scores);
+        Buffers(counting, model, rows, widest(model), kernels.lanes, partials);
         scratch.reserve(size_t(counting.used()));
         Cutter cutter(scratch.memory());
-        Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes, scores),
-                few);
+        Run run(model, pass, kernels, Buffers(cutter, model, rows, widest(model), kernels.lanes, partials), plan);
         done = Pool::get().run([&] { run.all(); }, threads);
     }
 }

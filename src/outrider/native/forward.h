@@ -20,11 +20,12 @@ struct Model {
     int32_t page_size;
     float eps;
     int32_t keeps_normed;  // of a head: what passes its first layer by is normed, too
+    int32_t kv_type;       // see KvType
     Matrix embedding, output;
     const float *output_norm;
     const float *input_norm;  // of a head: for `Pass::inputs`; null for a model, which reads tokens alone
     const Layer *layers;
-    float *held;  // [pages, layers, keys | values, kv heads, page]: see Held
+    uint8_t *kv_cache;  // [pages, layers, keys | values, kv heads, block]: see KvView
     int64_t num_pages;
 };
 
@@ -38,8 +39,8 @@ struct Pass {
     const int32_t *firsts;      // [rows] the first token of the sequence that the row sees; positions count from there
     const int32_t *runs;        // [rows] where what it sees ends
     const int32_t *extra_ends;  // [rows] where the row's own list ends in `extras`; it begins where the last one ended
-    const int32_t *extras, *extra_positions;  // single tokens it sees beside them: index in the sequence, position
-    const float *turns;                       // [positions, pairs, 2]: cosine and sine
+    const int32_t *extras;      // single tokens it sees beside them: indices in the sequence, of consecutive positions
+    const float *turns;         // [positions, pairs, 2]: cosine and sine
     int32_t num_wanted, num_hidden;
     const int32_t *wanted;         // rows whose logits are wanted
     float *logits;                 // [wanted, columns]
@@ -47,7 +48,6 @@ struct Pass {
     float *const *hidden;          // [rows, width] each
 };
 
-int64_t held_numbers(const Model &model);  // numbers of a page in one layer
 void forward(const Model &model, const Pass &pass, const Kernels &kernels);
 
 // rows [count, columns] times a matrix -> out [count, matrix rows]

@@ -29,6 +29,7 @@ constexpr int LANES = V::LANES;
 // nibbles, g and g + 4 in one vector; fifth bits follow in a plane of their own.
 struct Nibbles {
     static constexpr int BYTES = 16 * LANES;
+    static constexpr int MOST = 15;  // of a weight, without its sign
     static constexpr bool SIGNED = false, IN_ORDER = true;
     static INLINE void unpack(const uint8_t *at, B *w) {
         for (int g = 0; g < 4; g++) {
@@ -41,6 +42,7 @@ struct Nibbles {
 
 struct Fives {
     static constexpr int BYTES = 20 * LANES;
+    static constexpr int MOST = 31;  // of a weight, without its sign
     static constexpr bool SIGNED = false, IN_ORDER = true;
     static INLINE void unpack(const uint8_t *at, B *w) {
         Nibbles::unpack(at, w);
@@ -59,6 +61,7 @@ struct Fives {
 // Four vectors of six bits in three: the upper bits of all three are the fourth.
 struct Sixes {
     static constexpr int BYTES = 24 * LANES;
+    static constexpr int MOST = 63;  // of a weight, without its sign
     static constexpr bool SIGNED = false, IN_ORDER = false;
     static INLINE void unpack(const uint8_t *at, B *w) {
         for (int h = 0; h < 2; h++, at += 12 * LANES) {
@@ -73,6 +76,7 @@ struct Sixes {
 
 struct Eights {
     static constexpr int BYTES = 32 * LANES;
+    static constexpr int MOST = 128;  // of a weight, without its sign
     static constexpr bool SIGNED = true, IN_ORDER = false;
     static INLINE void unpack(const uint8_t *at, B *w) {
         for (int g = 0; g < 8; g++) w[g] = V::bytes(at + 4 * LANES * g);
@@ -81,26 +85,75 @@ struct Eights {
 
 // Vector g of the weights times the same inputs of M rows. One row after the other, so that no sum waits for itself;
 // IN_ORDER is for quants where the compiler's own order is slower, as measured.
-template <class Quants, int g, int M> INLINE void dot_step(I *sums, const B *w, const V::Row *rows) {
+template <class Quants, int g, int M, class Vec>
+INLINE void dot_step(I *sums, const B *w, const V::Row *rows) {
     UNROLL for (int m = 0; m < M; m++) {
-        if constexpr (Quants::SIGNED) sums[m] = V::dot_signed<g>(sums[m], w[g], rows[m]);
-        else if constexpr (Quants::IN_ORDER && M > 1) sums[m] = V::dot_in_order<g>(sums[m], w[g], rows[m]);
-        else sums[m] = V::dot<g>(sums[m], w[g], rows[m]);
+        if constexpr (Quants::SIGNED) sums[m] = Vec::template dot_signed<g>(sums[m], w[g], rows[m]);
+        else if constexpr (Quants::IN_ORDER && M > 1) sums[m] = Vec::template dot_in_order<g>(sums[m], w[g], rows[m]);
+        else sums[m] = Vec::template dot<g>(sums[m], w[g], rows[m]);
     }
 }
 
-template <class Quants, int M> INLINE void dot_first_half(I *sums, const B *w, const V::Row *rows) {
-    dot_step<Quants, 0, M>(sums, w, rows);
-    dot_step<Quants, 1, M>(sums, w, rows);
-    dot_step<Quants, 2, M>(sums, w, rows);
-    dot_step<Quants, 3, M>(sums, w, rows);
+// Vectors `g` to `end` - 1 of the weights, added to sums of 16 bits. `Vec` is V: a name that is looked up late, since some
+// vector types have no such sums.
+template <class Quants, int g, int end, int M, class Vec>
+INLINE void pair_steps(I *pairs, const B *w, const V::Row *rows) {
+    if constexpr (g < end) {
+        UNROLL for (int m = 0; m < M; m++)
+            pairs[m] = Vec::add_pairs(pairs[m], Vec::template pairs<g, Quants::SIGNED>(w[g], rows[m]));
+        pair_steps<Quants, g + 1, end, M, Vec>(pairs, w, rows);
+    }
 }
 
-template <class Quants, int M> INLINE void dot_second_half(I *sums, const B *w, const V::Row *rows) {
-    dot_step<Quants, 4, M>(sums, w, rows);
-    dot_step<Quants, 5, M>(sums, w, rows);
-    dot_step<Quants, 6, M>(sums, w, rows);
-    dot_step<Quants, 7, M>(sums, w, rows);
+template <int g, int end, int M, class Vec>
+INLINE void matmul_step(I *first, I *second, const B *w, const V::Row *rows) {
+    if constexpr (g < end) {
+        const B of_first = Vec::eight_first(w[g], w[g + 1]), of_second = Vec::eight_second(w[g], w[g + 1]);
+        UNROLL for (int pair = 0; pair < M / 2; pair++) {
+            const auto inputs = Vec::template eight_of_two<g>(rows[2 * pair], rows[2 * pair + 1]);
+            first[pair] = Vec::matmul(first[pair], of_first, inputs);
+            second[pair] = Vec::matmul(second[pair], of_second, inputs);
+        }
+        matmul_step<g + 2, end, M, Vec>(first, second, w, rows);
+    }
+}
+
+// The same with an instruction that multiplies eight inputs of two outputs with those of two rows. The sums of two rows are
+// interleaved on the way.
+template <class Quants, int g, int end, int M, class Vec>
+INLINE void matmul_steps(I *sums, const B *w, const V::Row *rows) {
+    I first[M / 2], second[M / 2];  // outputs 0 and 1, 2 and 3
+    UNROLL for (int pair = 0; pair < M / 2; pair++) {
+        first[pair] = Vec::interleave_first(sums[2 * pair], sums[2 * pair + 1]);
+        second[pair] = Vec::interleave_second(sums[2 * pair], sums[2 * pair + 1]);
+    }
+    matmul_step<g, end, M, Vec>(first, second, w, rows);
+    UNROLL for (int pair = 0; pair < M / 2; pair++) {
+        sums[2 * pair] = Vec::even(first[pair], second[pair]);
+        sums[2 * pair + 1] = Vec::odd(first[pair], second[pair]);
+    }
+}
+
+// Vectors `g` to `end` - 1 of the weights times the same inputs of M rows. Without an instruction for whole dot products,
+// sums of two products have 16 bits; as many of those are added as surely fit before they are widened: eight of 4-bit
+// weights, so a block of 32 is widened once.
+template <class Quants, int g, int end, int M, class Vec = V>
+INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
+    if constexpr (g >= end) return;
+    else if constexpr (Vec::HAS_MATMUL && M > 1) {
+        matmul_steps<Quants, g, end, M / 2 * 2, Vec>(sums, w, rows);
+        if constexpr (M % 2) dot_steps<Quants, g, end, 1, Vec>(sums + M - 1, w, rows + M - 1);
+    } else if constexpr (Vec::IN_PAIRS) {
+        constexpr int fit = 32767 / (2 * 127 * Quants::MOST), next = g + fit < end ? g + fit : end;
+        I pairs[M];
+        UNROLL for (int m = 0; m < M; m++) pairs[m] = Vec::template pairs<g, Quants::SIGNED>(w[g], rows[m]);
+        pair_steps<Quants, g + 1, next, M, Vec>(pairs, w, rows);
+        UNROLL for (int m = 0; m < M; m++) sums[m] = Vec::widen(sums[m], pairs[m]);
+        dot_steps<Quants, next, end, M, Vec>(sums, w, rows);
+    } else {
+        dot_step<Quants, g, M, Vec>(sums, w, rows);
+        dot_steps<Quants, g + 1, end, M, Vec>(sums, w, rows);
+    }
 }
 
 // Products of 32 weights with M rows, `stride` bytes apart.
@@ -110,8 +163,7 @@ template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const 
         rows[m] = V::row(rounded + m * stride);
         sums[m] = V::start();
     }
-    dot_first_half<Quants, M>(sums, w, rows);
-    dot_second_half<Quants, M>(sums, w, rows);
+    dot_steps<Quants, 0, 8, M>(sums, w, rows);
 }
 
 // Weights are read once and in order; asking for them early keeps the arithmetic from waiting. They are not needed again
@@ -236,8 +288,8 @@ struct SixBySuper {
                     low[m] = V::start_at(starts + column / 16 * LANES);
                     high[m] = V::start_at(starts + (column / 16 + 1) * LANES);
                 }
-                dot_first_half<Sixes, M>(low, w, inputs);
-                dot_second_half<Sixes, M>(high, w, inputs);
+                dot_steps<Sixes, 0, 4, M>(low, w, inputs);
+                dot_steps<Sixes, 4, 8, M>(high, w, inputs);
                 UNROLL for (int m = 0; m < M; m++) {
                     products[m] = V::fma(products[m], V::finish(low[m]), one);
                     products[m] = V::fma(products[m], V::finish(high[m]), other);
@@ -471,161 +523,15 @@ void gate(float *gate, const float *up, int count) {
     }
 }
 
-// --- attention ---------------------------------------------------------------------------------------------------
+}  // namespace
 
-// Products of Q queries with TOKENS keys that lie side by side. Dimension after dimension, even and odd ones in sums of
-// their own, so that neither keys nor dimensions wait for each other.
-// `soon` and `later` are read after these keys: asked for now, a line of each for every dimension, they are there in time.
-template <int Q>
-INLINE void match_keys(const float *keys, int64_t stride, int head_dim, const float *const *queries,
-                       float (*out)[TOKENS], const float *soon, const float *later) {
-    constexpr int VECTORS = TOKENS / LANES;
-    F sums[2][Q][VECTORS];
-    for (int part = 0; part < 2; part++)
-        for (int q = 0; q < Q; q++)
-            for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
-    for (int d = 0; d < head_dim; d += 2)
-        for (int part = 0; part < 2; part++, keys += stride, soon += 16, later += 16) {
-            __builtin_prefetch(soon);
-            __builtin_prefetch(later);
-            for (int v = 0; v < VECTORS; v++) {
-                const F key = V::load(keys + v * LANES);
-                for (int q = 0; q < Q; q++)
-                    sums[part][q][v] = V::fma_one(sums[part][q][v], key, queries[q][d + part]);
-            }
-        }
-    UNROLL for (int q = 0; q < Q; q++)
-        UNROLL for (int v = 0; v < VECTORS; v++)
-            V::store(out[q] + v * LANES, V::add(sums[0][q][v], sums[1][q][v]));
-}
+#include "attention_kernels.h"
 
-template <int Q>
-INLINE void match_all(const Held &held, const Sight &sight, const float *const *queries, float *scores, int64_t room) {
-    float out[Q][TOKENS];
-    for (int index = sight.first; index < sight.last;) {
-        const int within = index % held.page_size, group = within / TOKENS * TOKENS;
-        const int64_t page = sight.pages[index / held.page_size] * held.page_stride;
-        const float *keys = held.keys + page + group, *values = held.values + page + group * held.padded_dim;
-        int count = group + TOKENS < held.page_size ? group + TOKENS - within : held.page_size - within;
-        if (count > sight.last - index) count = sight.last - index;
-        const int next = index + count < sight.last ? index + count : index;
-        const float *next_keys = held.keys + sight.pages[next / held.page_size] * held.page_stride;
-        match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, next_keys, values);
-        for (int q = 0; q < Q; q++)
-            memcpy(scores + q * room + index - sight.first, out[q] + within - group, sizeof(float) * count);
-        index += count;
-    }
-    int done = -1;  // the group whose products are in `out`; nodes of a tree are neighbours
-    for (int extra = 0; extra < sight.num_extras; extra++) {
-        const int index = sight.extras[extra], within = index % held.page_size, group = within / TOKENS * TOKENS;
-        if (index - within + group != done) {
-            const float *keys = held.keys + sight.pages[index / held.page_size] * held.page_stride + group;
-            match_keys<Q>(keys, held.padded_size, held.head_dim, queries, out, keys, keys);
-            done = index - within + group;
-        }
-        for (int q = 0; q < Q; q++) scores[q * room + sight.last - sight.first + extra] = out[q][within - group];
-    }
-}
-
-// Scores become weights; returns one over their sum. Room for a whole last vector.
-float weigh(float *scores, int count) {
-    const int padded = (count + LANES - 1) / LANES * LANES;
-    for (int at = count; at < padded; at++) scores[at] = -INFINITY;
-    F most = V::load(scores);
-    for (int at = LANES; at < padded; at += LANES) most = V::max(most, V::load(scores + at));
-    const F peak = V::set(max_lanes(most));
-    F sum = V::zero();
-    for (int at = 0; at < padded; at += LANES) {
-        const F weight = exponential(V::sub(V::load(scores + at), peak));
-        V::store(scores + at, weight);
-        sum = V::add(sum, weight);
-    }
-    return 1.0f / sum_lanes(sum);
-}
-
-template <int Q, int VECTORS> INLINE void take_value(F *sums, const float *value, const float *weights, int64_t room) {
-    for (int v = 0; v < VECTORS; v++) {
-        const F part = V::load(value + v * LANES);
-        for (int q = 0; q < Q; q++)
-            sums[q * VECTORS + v] = V::fma_one(sums[q * VECTORS + v], part, weights[q * room]);
-    }
-}
-
-// Values of all tokens that are seen, weighed: dimensions d to d + 16 * PARTS of Q queries, token after token.
-template <int Q, int PARTS>
-INLINE void mix_values(const Held &held, const Sight &sight, const float *scores, int64_t room, int d,
-                       const float *inverse, float *const *out) {
-    constexpr int VECTORS = 16 * PARTS / LANES;
-    const int64_t stride = held.padded_dim;
-    F sums[Q * VECTORS];
-    for (int at = 0; at < Q * VECTORS; at++) sums[at] = V::zero();
-    const float *weights = scores;
-    for (int index = sight.first; index < sight.last;) {
-        const int within = index % held.page_size;
-        int count = held.page_size - within;
-        if (count > sight.last - index) count = sight.last - index;
-        const float *value = held.values + sight.pages[index / held.page_size] * held.page_stride + within * stride + d;
-        for (int t = 0; t < count; t++, value += stride, weights++) take_value<Q, VECTORS>(sums, value, weights, room);
-        index += count;
-    }
-    for (int extra = 0; extra < sight.num_extras; extra++, weights++) {
-        const int index = sight.extras[extra];
-        const float *page = held.values + sight.pages[index / held.page_size] * held.page_stride;
-        take_value<Q, VECTORS>(sums, page + index % held.page_size * stride + d, weights, room);
-    }
-    const int count = held.head_dim - d < 16 * PARTS ? held.head_dim - d : 16 * PARTS;
-    UNROLL for (int q = 0; q < Q; q++) {
-        float whole[16 * PARTS];
-        UNROLL for (int v = 0; v < VECTORS; v++) V::store(whole + v * LANES, V::mul_one(sums[q * VECTORS + v], inverse[q]));
-        memcpy(out[q] + d, whole, sizeof(float) * count);
-    }
-}
-
-template <int Q>
-void attend_with(const Held &held, const Sight &sight, const float *const *queries, float *const *out, float *scores,
-                 int64_t room) {
-    match_all<Q>(held, sight, queries, scores, room);
-    float inverse[Q];
-    for (int q = 0; q < Q; q++) inverse[q] = weigh(scores + q * room, sight.last - sight.first + sight.num_extras);
-    constexpr int PARTS = Q == 1 ? 4 : Q == 2 ? 2 : 1;  // as many sums as fit into the registers
-    int d = 0;
-    for (; d + 16 * PARTS <= held.padded_dim; d += 16 * PARTS)
-        mix_values<Q, PARTS>(held, sight, scores, room, d, inverse, out);
-    for (; d < held.padded_dim; d += 16) mix_values<Q, 1>(held, sight, scores, room, d, inverse, out);
-}
-
-void attend(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
-            float *scores, int64_t room) {
-    switch (num_queries) {
-        case 1: return attend_with<1>(held, sight, queries, out, scores, room);
-        case 2: return attend_with<2>(held, sight, queries, out, scores, room);
-        case 3: return attend_with<3>(held, sight, queries, out, scores, room);
-        case 4: return attend_with<4>(held, sight, queries, out, scores, room);
-    }
-}
-
-void match(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *scores,
-           int64_t room) {
-    switch (num_queries) {
-        case 1: return match_all<1>(held, sight, queries, scores, room);
-        case 2: return match_all<2>(held, sight, queries, scores, room);
-        case 3: return match_all<3>(held, sight, queries, scores, room);
-        case 4: return match_all<4>(held, sight, queries, scores, room);
-    }
-}
-
-void mix(const Held &held, const Sight &sight, const float *scores, int64_t room, int d, int num_queries,
-         const float *inverse, float *const *out) {
-    switch (num_queries) {
-        case 1: return mix_values<1, 1>(held, sight, scores, room, d, inverse, out);
-        case 2: return mix_values<2, 1>(held, sight, scores, room, d, inverse, out);
-        case 3: return mix_values<3, 1>(held, sight, scores, room, d, inverse, out);
-        case 4: return mix_values<4, 1>(held, sight, scores, room, d, inverse, out);
-    }
-}
+namespace {
 
 constexpr Kernels make_kernels(const char *name) {
-    return {name, LANES, multiply, round_row, scale_of, norm, gate, attend, match, weigh, mix, make_sampling_kernels()};
+    return {name,         LANES,         V::QUERIES, multiply,      round_row, scale_of, norm, gate,
+            attend_chunk, merge_partial, store_kv,   make_sampling_kernels()};
 }
 
 }  // namespace

@@ -24,8 +24,9 @@ enum Type : int32_t {
 constexpr int BLOCK = 32;         // weights of a row that share a scale
 constexpr int SUPER = 256;        // weights of a row that share a scale of scales (the K types)
 constexpr int MAX_LANES = 16;     // outputs side by side in a tile, at most
-constexpr int TOKENS = 16;        // a page's keys lie side by side in groups of this many
-constexpr int MAX_QUERIES = 4;    // heads of one query that look at the same keys together
+constexpr int KV_GROUP = 16;      // keys of a page that lie side by side
+constexpr int KV_CHUNK = 64;      // keys of one partial softmax
+constexpr int MAX_QUERIES = 8;    // queries that one call of `attend_chunk` takes, at most
 
 // A matrix in tiles of `lanes` rows. In a tile, what belongs to one block of inputs lies together, row beside row, so
 // that one load serves all rows of the tile (see pack.cpp).
@@ -65,26 +66,36 @@ struct Rounded {
     int32_t *starts;
 };
 
-// The keys one query may see: a run of its sequence, then single tokens (the nodes of a tree above it), in order.
-struct Sight {
+// The keys that a query attends to: a run of its sequence, then single tokens (its ancestors in a tree), in order.
+struct Visible {
     const int32_t *pages;   // of the sequence
     int32_t first, last;    // the run: first <= index < last
     const int32_t *extras;  // indices in the sequence
     int32_t num_extras;
+    int32_t extra_start;  // the place of the first extra in the order of keys, which is that of positions
+    int32_t next;         // index that is read after these, for prefetching
 };
 
-// Where keys and values of one layer and one key head lie: page p at + p * page_stride.
-struct Held {
-    float *keys;    // [head_dim, tokens of a page]
-    float *values;  // [tokens of a page, padded head_dim]
-    int64_t page_stride;
-    int32_t page_size, padded_size;  // tokens of a page; the same, rounded up to TOKENS
-    int32_t head_dim, padded_dim;
+// How the KV cache stores numbers. Q8: int8, with a scale for every token and head.
+enum KvType : int32_t { KV_F32 = 0, KV_F16 = 1, KV_Q8 = 2 };
+
+// The cache of one layer and one kv head. Page p begins p * page_bytes behind `keys` and `values`.
+struct KvView {
+    uint8_t *keys;    // [scales of its tokens, if Q8], [head_dim, padded_size]
+    uint8_t *values;  // [scales of its tokens, if Q8], [padded_size, padded_dim]
+    int64_t page_bytes;
+    int32_t type;
+    int32_t page_size, padded_size;  // tokens of a page; the same, rounded up to KV_GROUP
+    int32_t head_dim, padded_dim;    // the same, rounded up to 16
 };
+
+// A partial softmax of one query: weighted values [padded_dim], maximum of the scores, sum of the weights.
+static inline int64_t partial_size(int64_t padded_dim) { return padded_dim + 16; }
 
 struct Kernels {
     const char *name;
     int lanes;
+    int queries;  // that one call of `attend_chunk` takes
     // Tiles first..last-1 of a matrix times `rows` rows. out[row * stride + output] = product (+ bias), or += product.
     void (*multiply)(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows, float *out,
                      int64_t stride, const float *bias, bool add);
@@ -94,15 +105,12 @@ struct Kernels {
     void (*norm)(const float *x, float scale, const float *weight, int count, float *out);
     // gate = silu(gate) * up
     void (*gate)(float *gate, const float *up, int count);
-    // What up to MAX_QUERIES heads of one query see. scores: room for as many rows of `room` numbers.
-    void (*attend)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *const *out,
-                   float *scores, int64_t room);
-    // The same in parts, for several threads: products with the keys that `sight` has; scores to weights, returning one over
-    // their sum; sixteen dimensions of the values from d on. The numbers are those of `attend` to the last bit.
-    void (*match)(const Held &held, const Sight &sight, const float *const *queries, int num_queries, float *scores,
-                  int64_t room);
-    float (*weigh)(float *scores, int count);
-    void (*mix)(const Held &held, const Sight &sight, const float *scores, int64_t room, int d, int num_queries,
-                const float *inverse, float *const *out);
+    // Partial softmaxes of up to `queries` queries over the same keys, KV_CHUNK of them at most.
+    void (*attend_chunk)(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
+                         float *const *partials);
+    // merged = the softmax of the keys behind `merged` and those behind `partial`
+    void (*merge_partial)(float *merged, const float *partial, int padded_dim);
+    // Rounds a key and a value to the type of the cache and stores them. token: page * page_size + place in the page.
+    void (*store_kv)(const KvView &kv, int token, const float *key, const float *value);
     SamplingKernels sampling;
 };

@@ -8,8 +8,11 @@
 namespace {
 
 struct V {
+    static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
     static constexpr int GROUP = 4;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 8;
+    static constexpr int QUERIES = 3;  // of one pass over keys, and vectors of sums that fit into the registers with them
+    static constexpr int SUMS = 12;
     using F = __m256;
     using I = __m256i;
     using B = __m256i;  // four bytes for each lane
@@ -30,6 +33,13 @@ struct V {
     static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
 
+    // To half precision; what is too large becomes the largest number.
+    static void store_half(uint16_t *at, F x) {
+        const F most = set(65504.0f);
+        x = _mm256_min_ps(most, _mm256_max_ps(sub(zero(), most), x));  // in this order a NaN stays one
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm256_cvtps_ph(x, 8));
+    }
+
     static I int_zero() { return _mm256_setzero_si256(); }
     static I int_add(I a, I b) { return _mm256_add_epi32(a, b); }
     static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
@@ -40,6 +50,10 @@ struct V {
     static void store_bytes(int8_t *at, I x) {
         const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
         _mm_storel_epi64(reinterpret_cast<__m128i *>(at), _mm_packs_epi16(pairs, pairs));
+    }
+
+    static I from_bytes(const int8_t *at) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(at)));
     }
 
     static constexpr int32_t BIAS_BITS = 0;  // converting is cheap here (see vec_neon.h)
@@ -75,16 +89,17 @@ struct V {
         memcpy(&bits, row + 4 * g, 4);
         return _mm256_set1_epi32(bits);
     }
-    // Sums of two products are 16 bits wide on the way: weights must be below 128.
-    static I add_products(I sum, B unsigned_bytes, B signed_bytes) {
-        const I pairs = _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    // Sums of two products are 16 bits wide on the way: weights must be at most 128. The instruction takes unsigned weights:
+    // signs go over to the activations.
+    static constexpr bool IN_PAIRS = true;
+    template <int g, bool is_signed = false> static I pairs(B weights, Row row) {
+        if constexpr (is_signed)
+            return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(four<g>(row), weights));
+        else return _mm256_maddubs_epi16(weights, four<g>(row));
     }
-    template <int g> static I dot(I sum, B weights, Row row) { return add_products(sum, weights, four<g>(row)); }
-    template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
-    template <int g> static I dot_signed(I sum, B weights, Row row) {
-        return add_products(sum, _mm256_abs_epi8(weights), _mm256_sign_epi8(four<g>(row), weights));
-    }
+    static I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
+    static I widen(I sum, I pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+    template <int g> static I dot(I sum, B weights, Row row) { return widen(sum, pairs<g>(weights, row)); }
 };
 
 }  // namespace

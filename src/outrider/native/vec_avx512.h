@@ -1,4 +1,4 @@
-// Sixteen lanes of AVX-512 with the dot-product instructions (VNNI).
+// Sixteen lanes of AVX-512, with the dot-product instructions (VNNI) where the file that includes this is compiled for them.
 #pragma once
 
 #include <immintrin.h>
@@ -8,8 +8,11 @@
 namespace {
 
 struct V {
+    static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
     static constexpr int GROUP = 6;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 16;
+    static constexpr int QUERIES = 8;  // of one pass over keys, and vectors of sums that fit into the registers with them
+    static constexpr int SUMS = 16;
     using F = __m512;
     using I = __m512i;
     using B = __m512i;  // four bytes for each lane
@@ -32,6 +35,13 @@ struct V {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
     }
 
+    // To half precision; what is too large becomes the largest number.
+    static void store_half(uint16_t *at, F x) {
+        const F most = set(65504.0f);
+        x = _mm512_min_ps(most, _mm512_max_ps(sub(zero(), most), x));  // in this order a NaN stays one
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtps_ph(x, 8));
+    }
+
     static I int_zero() { return _mm512_setzero_si512(); }
     static I int_add(I a, I b) { return _mm512_add_epi32(a, b); }
     static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
@@ -41,6 +51,10 @@ struct V {
     }
     static void store_bytes(int8_t *at, I x) {
         _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm512_cvtepi32_epi8(x));
+    }
+
+    static I from_bytes(const int8_t *at) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
     }
 
     static constexpr int32_t BIAS_BITS = 0;  // converting is cheap here (see vec_neon.h)
@@ -76,14 +90,28 @@ struct V {
         memcpy(&bits, row + 4 * g, 4);
         return _mm512_set1_epi32(bits);
     }
+    // The instructions take unsigned weights: signs go over to the activations.
+    template <int g> static B turned(B weights, Row row) {
+        const B inputs = four<g>(row);
+        return _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
+    }
+#ifdef __AVX512VNNI__
+    static constexpr bool IN_PAIRS = false;
     template <int g> static I dot(I sum, B weights, Row row) { return _mm512_dpbusd_epi32(sum, weights, four<g>(row)); }
-    // The instruction takes unsigned weights: signs go over to the activations.
     template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
     template <int g> static I dot_signed(I sum, B weights, Row row) {
-        const B inputs = four<g>(row);
-        const B turned = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
-        return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), turned);
+        return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), turned<g>(weights, row));
     }
+#else
+    static constexpr bool IN_PAIRS = true;  // see vec_avx2.h
+    template <int g, bool is_signed = false> static I pairs(B weights, Row row) {
+        if constexpr (is_signed) return _mm512_maddubs_epi16(_mm512_abs_epi8(weights), turned<g>(weights, row));
+        else return _mm512_maddubs_epi16(weights, four<g>(row));
+    }
+    static I add_pairs(I a, I b) { return _mm512_add_epi16(a, b); }
+    static I widen(I sum, I pairs) { return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+    template <int g> static I dot(I sum, B weights, Row row) { return widen(sum, pairs<g>(weights, row)); }
+#endif
 };
 
 }  // namespace

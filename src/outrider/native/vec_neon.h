@@ -1,14 +1,19 @@
-// Four lanes of NEON with the dot-product instructions (Armv8.2 and later).
+// Four lanes of NEON with the dot-product instructions (Armv8.2 and later), and with matrix products of int8 where the
+// file that includes this is compiled for them (i8mm, Armv8.6).
 #pragma once
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 namespace {
 
 struct V {
     static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
+    static constexpr bool IN_PAIRS = false;  // there are instructions for whole dot products
     static constexpr int LANES = 4;
+    static constexpr int QUERIES = 3;  // of one pass over keys, and vectors of sums that fit into the registers with them
+    static constexpr int SUMS = 24;
     using F = float32x4_t;
     using I = int32x4_t;
     using B = uint8x16_t;  // four bytes for each lane
@@ -30,6 +35,12 @@ struct V {
     static F fma_one(F sum, F a, float b) { return vfmaq_n_f32(sum, a, b); }
     static F half(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
+    // To half precision; what is too large becomes the largest number, and a NaN stays one.
+    static void store_half(uint16_t *at, F x) {
+        const F most = set(65504.0f);
+        vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32(vminq_f32(most, vmaxq_f32(vnegq_f32(most), x)))));
+    }
+
     static I int_zero() { return vdupq_n_s32(0); }
     static I int_add(I a, I b) { return vaddq_s32(a, b); }
     static I to_int(F x) { return vcvtnq_s32_f32(x); }  // to the nearest, ties to even
@@ -37,6 +48,12 @@ struct V {
     static void store_bytes(int8_t *at, I x) {
         const int8x8_t narrow = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
         vst1_lane_s32(reinterpret_cast<int32_t *>(at), vreinterpret_s32_s8(narrow), 0);
+    }
+
+    static I from_bytes(const int8_t *at) {
+        int32_t bits;
+        memcpy(&bits, at, 4);
+        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bits)))));
     }
 
     // Sums of products start at the bits of 1.5 * 2^23, whose last digit is 1: as a float they are then off by just that.
@@ -86,6 +103,32 @@ struct V {
         return sum;
     }
     template <int g> static I dot_signed(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    static constexpr bool HAS_MATMUL = true;
+    static I interleave_first(I a, I b) { return vzip1q_s32(a, b); }
+    static I interleave_second(I a, I b) { return vzip2q_s32(a, b); }
+    static I even(I a, I b) { return vuzp1q_s32(a, b); }
+    static I odd(I a, I b) { return vuzp2q_s32(a, b); }
+    // Two neighbouring vectors have four inputs of four outputs each: eight inputs of the first two, and of the others.
+    static B eight_first(B a, B b) {
+        return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+    }
+    static B eight_second(B a, B b) {
+        return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+    }
+    // Inputs 4g to 4g + 7 of two rows, g even.
+    template <int g> static int8x16_t eight_of_two(const Row &a, const Row &b) {
+        const int64x2_t one = vreinterpretq_s64_s8(g < 4 ? a.first : a.second);
+        const int64x2_t other = vreinterpretq_s64_s8(g < 4 ? b.first : b.second);
+        return vreinterpretq_s8_s64(g % 4 ? vzip2q_s64(one, other) : vzip1q_s64(one, other));
+    }
+    static I matmul(I sums, B weights, int8x16_t inputs) {
+        return vmmlaq_s32(sums, vreinterpretq_s8_u8(weights), inputs);
+    }
+#else
+    static constexpr bool HAS_MATMUL = false;
+#endif
 };
 
 }  // namespace

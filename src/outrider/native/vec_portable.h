@@ -24,9 +24,31 @@ inline float wide(uint16_t half) {
     return value;
 }
 
+// To the nearest, ties to even; what is too large becomes the largest number.
+inline uint16_t narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7FFFFFFF;
+    if (bits > 0x7F800000) return uint16_t(sign | 0x7E00);  // NaN
+    if (bits >= 0x477FE000) return uint16_t(sign | 0x7BFF);
+    if (bits < 0x38800000) {  // below the normal ones: a multiple of 2^-24
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        return uint16_t(sign | uint16_t(nearbyintf(magnitude * 16777216.0f)));
+    }
+    bits += 0xFFF + (bits >> 13 & 1);
+    const uint32_t half = (bits - 0x38000000) >> 13;
+    return uint16_t(sign | (half > 0x7BFF ? 0x7BFF : half));
+}
+
 struct V {
+    static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
     static constexpr int GROUP = 1;  // rows at a time: more would only take longer to compile
+    static constexpr bool IN_PAIRS = false;
     static constexpr int LANES = 4;
+    static constexpr int QUERIES = 2;  // of one pass over keys, and vectors of sums that fit into the registers with them
+    static constexpr int SUMS = 16;
     struct F {
         float x[4];
     };
@@ -59,6 +81,10 @@ struct V {
     static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) { return each<F>([&](int i) { return wide(at[i]); }); }
 
+    static void store_half(uint16_t *at, F a) {
+        for (int lane = 0; lane < 4; lane++) at[lane] = narrow(a.x[lane]);
+    }
+
     static I int_zero() { return int_set(0); }
     static I int_set(int32_t value) { return {{value, value, value, value}}; }
     static I int_add(I a, I b) { return each<I>([&](int i) { return a.x[i] + b.x[i]; }); }
@@ -75,6 +101,8 @@ struct V {
     static void store_bytes(int8_t *at, I a) {
         for (int lane = 0; lane < 4; lane++) at[lane] = int8_t(a.x[lane]);
     }
+
+    static I from_bytes(const int8_t *at) { return {{at[0], at[1], at[2], at[3]}}; }
 
     static constexpr int32_t BIAS_BITS = 0;
     static I start() { return int_zero(); }

@@ -1,0 +1,260 @@
+// Attention over the paged KV cache, included by kernels.h.
+//
+// The keys of a sequence are processed in chunks of KV_CHUNK. Each chunk gives a partial softmax for every query: the
+// maximum of its scores, the sum of its weights and the weighted values. Partials are merged in the order of chunks, so
+// the result does not depend on which thread computed which chunk, or on what else is in the batch.
+#pragma once
+
+namespace {
+
+// How LANES elements of the cache become floats. SCALED: every token has a scale of its own.
+struct KvF32 {
+    using Element = float;
+    static constexpr bool SCALED = false;
+    static INLINE F load(const float *at) { return V::load(at); }
+};
+
+struct KvF16 {
+    using Element = uint16_t;
+    static constexpr bool SCALED = false;
+    static INLINE F load(const uint16_t *at) { return V::half(at); }
+};
+
+struct KvQ8 {
+    using Element = int8_t;
+    static constexpr bool SCALED = true;
+    static INLINE F load(const int8_t *at) { return V::to_float(V::from_bytes(at)); }
+};
+
+// A page of one kv head: scales of its tokens (if SCALED), then elements.
+template <class Kv> INLINE const float *page_scales(const uint8_t *block, const KvView &kv, int page) {
+    return reinterpret_cast<const float *>(block + page * kv.page_bytes);
+}
+
+template <class Kv> INLINE const typename Kv::Element *page_elements(const uint8_t *block, const KvView &kv, int page) {
+    const int64_t scales = Kv::SCALED ? int64_t(sizeof(float)) * kv.padded_size : 0;
+    return reinterpret_cast<const typename Kv::Element *>(block + page * kv.page_bytes + scales);
+}
+
+// Scores of Q queries with KV_GROUP keys that lie side by side. Even and odd dimensions have sums of their own, so that
+// consecutive multiply-adds do not wait for each other. `next_keys` and `values` are prefetched: they are read next.
+template <class Kv, int Q>
+INLINE void score_group(const typename Kv::Element *keys, const float *scales, int64_t stride, int head_dim,
+                        const float *const *queries, float (*out)[KV_GROUP], const typename Kv::Element *next_keys,
+                        const typename Kv::Element *values) {
+    constexpr int VECTORS = KV_GROUP / LANES;
+    F sums[2][Q][VECTORS];
+    for (int part = 0; part < 2; part++)
+        for (int q = 0; q < Q; q++)
+            for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
+    for (int d = 0; d < head_dim; d += 2) {
+        __builtin_prefetch(next_keys + d * KV_GROUP);
+        __builtin_prefetch(values + d * KV_GROUP);
+        if constexpr (sizeof(typename Kv::Element) == 4) {  // two dimensions are two cache lines
+            __builtin_prefetch(next_keys + (d + 1) * KV_GROUP);
+            __builtin_prefetch(values + (d + 1) * KV_GROUP);
+        }
+        UNROLL for (int part = 0; part < 2; part++, keys += stride)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const F key = Kv::load(keys + v * LANES);
+                UNROLL for (int q = 0; q < Q; q++)
+                    sums[part][q][v] = V::fma_one(sums[part][q][v], key, queries[q][d + part]);
+            }
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const F scale = Kv::SCALED ? V::load(scales + v * LANES) : V::set(1.0f);
+        UNROLL for (int q = 0; q < Q; q++) {
+            const F sum = V::add(sums[0][q][v], sums[1][q][v]);
+            V::store(out[q] + v * LANES, Kv::SCALED ? V::mul(sum, scale) : sum);
+        }
+    }
+}
+
+template <class Kv, int Q>
+INLINE void score_chunk(const KvView &kv, const Visible &visible, const float *const *queries,
+                        float (*scores)[KV_CHUNK]) {
+    float out[Q][KV_GROUP];
+    const auto group_at = [&](int index, const typename Kv::Element *next_keys, const typename Kv::Element *values) {
+        const int page = visible.pages[index / kv.page_size], group = index % kv.page_size / KV_GROUP * KV_GROUP;
+        const auto *keys = page_elements<Kv>(kv.keys, kv, page) + group;
+        const float *scales = page_scales<Kv>(kv.keys, kv, page) + group;
+        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, next_keys ? next_keys : keys,
+                           values ? values : keys);
+    };
+    for (int index = visible.first; index < visible.last;) {
+        const int within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
+        int count = group + KV_GROUP < kv.page_size ? group + KV_GROUP - within : kv.page_size - within;
+        if (count > visible.last - index) count = visible.last - index;
+        const int next = index + count < visible.last ? index + count : visible.next;
+        const int next_page = visible.pages[next / kv.page_size];
+        const int next_group = next % kv.page_size / KV_GROUP * KV_GROUP;
+        group_at(index, page_elements<Kv>(kv.keys, kv, next_page) + (kv.padded_size == KV_GROUP ? 0 : next_group),
+                 page_elements<Kv>(kv.values, kv, visible.pages[index / kv.page_size]) + group * kv.padded_dim);
+        for (int q = 0; q < Q; q++)
+            memcpy(scores[q] + index - visible.first, out[q] + within - group, sizeof(float) * count);
+        index += count;
+    }
+    int done = -1;  // the group whose scores are in `out`: nodes of a tree are neighbours
+    for (int extra = 0; extra < visible.num_extras; extra++) {
+        const int index = visible.extras[extra], within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
+        if (index - within + group != done) group_at(index, nullptr, nullptr);
+        done = index - within + group;
+        for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = out[q][within - group];
+    }
+}
+
+// Turns scores into softmax weights relative to their maximum. Stores the maximum and the sum of the weights.
+INLINE void softmax_chunk(float *scores, int count, float *max, float *sum) {
+    const int padded = (count + LANES - 1) / LANES * LANES;
+    for (int at = count; at < padded; at++) scores[at] = -INFINITY;
+    F most = V::load(scores);
+    for (int at = LANES; at < padded; at += LANES) most = V::max(most, V::load(scores + at));
+    *max = max_lanes(most);
+    const F peak = V::set(*max);
+    F total = V::zero();
+    for (int at = 0; at < padded; at += LANES) {
+        const F weight = exponential(V::sub(V::load(scores + at), peak));
+        V::store(scores + at, weight);
+        total = V::add(total, weight);
+    }
+    *sum = sum_lanes(total);
+}
+
+// Calls `visit(page, token within it)` for every visible token in order.
+template <class Visit> INLINE void each_visible(const KvView &kv, const Visible &visible, const Visit &visit) {
+    for (int index = visible.first; index < visible.last;) {
+        const int page = visible.pages[index / kv.page_size];
+        int within = index % kv.page_size, end = within + visible.last - index;
+        if (end > kv.page_size) end = kv.page_size;
+        index += end - within;
+        for (; within < end; within++) visit(page, within);
+    }
+    for (int extra = 0; extra < visible.num_extras; extra++) {
+        const int index = visible.extras[extra];
+        visit(visible.pages[index / kv.page_size], index % kv.page_size);
+    }
+}
+
+// Dimensions d to d + 16 * PARTS of the weighted values of Q queries, token after token.
+template <class Kv, int Q, int PARTS>
+INLINE void mix_values(const KvView &kv, const Visible &visible, const float (*weights)[KV_CHUNK], int d,
+                       float *const *partials) {
+    constexpr int VECTORS = 16 * PARTS / LANES;
+    F sums[Q][VECTORS];
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < VECTORS; v++) sums[q][v] = V::zero();
+    int at = 0;
+    each_visible(kv, visible, [&](int page, int within) {
+        const auto *value = page_elements<Kv>(kv.values, kv, page) + int64_t(within) * kv.padded_dim + d;
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const F part = Kv::load(value + v * LANES);
+            UNROLL for (int q = 0; q < Q; q++) sums[q][v] = V::fma_one(sums[q][v], part, weights[q][at]);
+        }
+        at++;
+    });
+    UNROLL for (int q = 0; q < Q; q++)
+        UNROLL for (int v = 0; v < VECTORS; v++) V::store(partials[q] + d + v * LANES, sums[q][v]);
+}
+
+template <class Kv, int Q>
+void attend_with(const KvView &kv, const Visible &visible, const float *const *queries, float *const *partials) {
+    alignas(64) float scores[Q][KV_CHUNK];
+    score_chunk<Kv, Q>(kv, visible, queries, scores);
+    const int count = visible.last - visible.first + visible.num_extras;
+    for (int q = 0; q < Q; q++)
+        softmax_chunk(scores[q], count, partials[q] + kv.padded_dim, partials[q] + kv.padded_dim + 1);
+    if constexpr (Kv::SCALED) {
+        int at = 0;
+        each_visible(kv, visible, [&](int page, int within) {
+            const float scale = page_scales<Kv>(kv.values, kv, page)[within];
+            for (int q = 0; q < Q; q++) scores[q][at] *= scale;
+            at++;
+        });
+    }
+    constexpr int MOST = V::SUMS / Q * LANES / 16;  // as many sums as fit into the registers
+    constexpr int PARTS = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
+    int d = 0;
+    for (; d + 16 * PARTS <= kv.padded_dim; d += 16 * PARTS) mix_values<Kv, Q, PARTS>(kv, visible, scores, d, partials);
+    for (; d < kv.padded_dim; d += 16) mix_values<Kv, Q, 1>(kv, visible, scores, d, partials);
+}
+
+template <class Kv, int Q = V::QUERIES>
+INLINE void attend_by_count(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
+                            float *const *partials) {
+    if constexpr (Q > 0) {
+        if (num_queries == Q) attend_with<Kv, Q>(kv, visible, queries, partials);
+        else attend_by_count<Kv, Q - 1>(kv, visible, queries, num_queries, partials);
+    }
+}
+
+void attend_chunk(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
+                  float *const *partials) {
+    switch (kv.type) {
+        case KV_F32: return attend_by_count<KvF32>(kv, visible, queries, num_queries, partials);
+        case KV_F16: return attend_by_count<KvF16>(kv, visible, queries, num_queries, partials);
+        case KV_Q8: return attend_by_count<KvQ8>(kv, visible, queries, num_queries, partials);
+    }
+}
+
+void merge_partial(float *merged, const float *partial, int padded_dim) {
+    float *stats = merged + padded_dim;
+    const float *other = partial + padded_dim;
+    const float peak = stats[0] > other[0] ? stats[0] : other[0];
+    float shifts[LANES] = {stats[0] - peak, other[0] - peak}, factors[LANES];
+    V::store(factors, exponential(V::load(shifts)));
+    for (int d = 0; d < padded_dim; d += LANES) {
+        const F kept = V::mul_one(V::load(merged + d), factors[0]);
+        V::store(merged + d, V::fma_one(kept, V::load(partial + d), factors[1]));
+    }
+    stats[0] = peak;
+    stats[1] = stats[1] * factors[0] + other[1] * factors[1];
+}
+
+// A float with 12 significant bits, not below x (x >= 0): its products with int8 are exact, so values that are read back
+// from the cache and stored again keep their bits. NaN and infinity stay broken.
+INLINE float round_scale(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (bits >= 0x7F000000) return NAN;
+    bits = (bits + 0xFFF) & ~uint32_t(0xFFF);
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// One key or value to the cache, `stride` elements from one dimension to the next.
+void store_row(const KvView &kv, uint8_t *block, int token, const float *x, int64_t at, int64_t stride) {
+    const int page = token / kv.page_size, within = token % kv.page_size;
+    uint8_t *start = block + page * kv.page_bytes;
+    if (kv.type == KV_F32) {
+        float *to = reinterpret_cast<float *>(start) + at;
+        for (int d = 0; d < kv.head_dim; d++) to[d * stride] = x[d];
+    } else if (kv.type == KV_F16) {
+        uint16_t *to = reinterpret_cast<uint16_t *>(start) + at;
+        for (int d = 0; d < kv.head_dim; d += LANES) {
+            const int count = kv.head_dim - d < LANES ? kv.head_dim - d : LANES;
+            float lanes[LANES] = {};
+            uint16_t halves[LANES];
+            memcpy(lanes, x + d, sizeof(float) * count);
+            V::store_half(halves, V::load(lanes));
+            for (int lane = 0; lane < count; lane++) to[(d + lane) * stride] = halves[lane];
+        }
+    } else {
+        float most = 0.0f, broken = 0.0f;
+        for (int d = 0; d < kv.head_dim; d++) {
+            most = fabsf(x[d]) > most ? fabsf(x[d]) : most;
+            broken += x[d] * 0.0f;  // stays 0 unless there is a NaN or an infinity
+        }
+        const float scale = broken == 0.0f ? round_scale(most / 127.0f) : NAN;
+        int8_t *to = reinterpret_cast<int8_t *>(start + sizeof(float) * kv.padded_size) + at;
+        for (int d = 0; d < kv.head_dim; d++) to[d * stride] = scale > 0.0f ? int8_t(nearbyintf(x[d] / scale)) : 0;
+        reinterpret_cast<float *>(start)[within] = scale;
+    }
+}
+
+void store_kv(const KvView &kv, int token, const float *key, const float *value) {
+    const int within = token % kv.page_size;
+    store_row(kv, kv.keys, token, key, within, kv.padded_size);
+    store_row(kv, kv.values, token, value, int64_t(within) * kv.padded_dim, 1);
+}
+
+}  // namespace
