@@ -109,7 +109,7 @@ INLINE void softmax_chunk(float *scores, int count, float *max, float *sum) {
     for (int at = count; at < padded; at++) scores[at] = -INFINITY;
     F most = V::load(scores);
     for (int at = LANES; at < padded; at += LANES) most = V::max(most, V::load(scores + at));
-    *max = max_lanes(most);
+    *max = V::most(most);
     const F peak = V::set(*max);
     F total = V::zero();
     for (int at = 0; at < padded; at += LANES) {
@@ -117,7 +117,7 @@ INLINE void softmax_chunk(float *scores, int count, float *max, float *sum) {
         V::store(scores + at, weight);
         total = V::add(total, weight);
     }
-    *sum = sum_lanes(total);
+    *sum = V::sum(total);
 }
 
 // Calls `visit(page, token within it)` for every visible token in order.

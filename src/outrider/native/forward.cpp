@@ -318,32 +318,18 @@ class Run {
         for (int q = 0; q < group; q++) {
             float *query = buffers_.queries + (row * model_.num_heads + head * group + q) * dim;
             norm_head(query, layer.query_norm);
-            turn(query, turns);
+            kernels_.rotate(query, turns, model_.rotary_pairs, model_.interleaved);
             for (int d = 0; d < dim; d++) query[d] *= scale;
         }
         float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
         norm_head(key, layer.key_norm);
-        turn(key, turns);
+        kernels_.rotate(key, turns, model_.rotary_pairs, model_.interleaved);
         const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
         kernels_.store_kv(kv_view(number, head), pass_.places[row], key, value);
     }
 
     void norm_head(float *x, const float *weight) const {
         if (weight) kernels_.norm(x, kernels_.scale_of(x, model_.eps, model_.head_dim), weight, model_.head_dim, x);
-    }
-
-    void turn(float *x, const float *turns) const {
-        if (model_.interleaved) turn_pairs(x, x + 1, 2, turns);
-        else turn_pairs(x, x + model_.rotary_pairs, 1, turns);
-    }
-
-    void turn_pairs(float *__restrict first, float *__restrict second, int step, const float *__restrict turns) const {
-        for (int pair = 0; pair < model_.rotary_pairs; pair++) {
-            const float a = first[pair * step], b = second[pair * step];
-            const float cosine = turns[2 * pair], sine = turns[2 * pair + 1];
-            first[pair * step] = a * cosine - b * sine;
-            second[pair * step] = a * sine + b * cosine;
-        }
     }
 
     void attend(const Layer &layer, int number) {

@@ -166,11 +166,9 @@ template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const 
     dot_steps<Quants, 0, 8, M>(sums, w, rows);
 }
 
-// Weights are read once and in order; asking for them early keeps the arithmetic from waiting. They are not needed again
-// soon (the last 0), so that they do not drive from the caches what is: Python's part of a pass is a third shorter.
-constexpr int AHEAD = 640;
+// Weights are read in order; asking for them early keeps the arithmetic from waiting.
 template <int bytes> INLINE void fetch_ahead(const uint8_t *at) {
-    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + AHEAD + line, 0, 0);
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + V::AHEAD + line, 0, V::LOCALITY);
 }
 
 // Types with a scale per 32 weights: w = d * (q - OFFSET), or d * q + m.
@@ -413,21 +411,6 @@ void multiply(const Matrix &matrix, int first, int last, const Activations &rows
 
 // --- rows --------------------------------------------------------------------------------------------------------
 
-INLINE float sum_lanes(F x) {
-    float lanes[LANES], sum = 0.0f;
-    V::store(lanes, x);
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    return sum;
-}
-
-INLINE float max_lanes(F x) {
-    float lanes[LANES];
-    V::store(lanes, x);
-    float most = lanes[0];
-    for (int lane = 1; lane < LANES; lane++) most = lanes[lane] > most ? lanes[lane] : most;
-    return most;
-}
-
 // To int8 with one scale for a block or a super-block.
 void round_row(const float *values, int count, Rounding how, const Rounded &out) {
     const int size = how == BY_SUPER ? SUPER : BLOCK;
@@ -438,8 +421,8 @@ void round_row(const float *values, int count, Rounding how, const Rounded &out)
             most = V::max(most, V::abs(x));
             broken = V::fma(broken, x, V::zero());  // stays 0 unless there is a NaN or an infinity
         }
-        const float largest = max_lanes(most);
-        const bool sound = sum_lanes(broken) == 0.0f;
+        const float largest = V::most(most);
+        const bool sound = V::sum(broken) == 0.0f;
         const float scale = sound ? largest / 127.0f : NAN;  // what is broken must be seen in the result
         const F inverse = V::set(sound && largest > 1e-30f ? 127.0f / largest : 0.0f);  // else it would be infinite
         for (int block = start; block < start + size; block += BLOCK) {
@@ -451,7 +434,7 @@ void round_row(const float *values, int count, Rounding how, const Rounded &out)
                     V::store_bytes(out.rounded + at, whole);
                     sum = V::int_add(sum, whole);
                 }
-                halves[half] = int32_t(sum_lanes(V::to_float(sum)));  // small enough to be exact
+                halves[half] = V::int_sum(sum);
             }
             const int32_t sum = halves[0] + halves[1];
             out.scales[block / BLOCK] = scale;
@@ -477,7 +460,7 @@ float scale_of(const float *x, float eps, int count) {
             const F part = V::load(x + at + j * LANES);
             squares[j] = V::fma(squares[j], part, part);
         }
-    float sum = sum_lanes(V::add(V::add(squares[0], squares[1]), V::add(squares[2], squares[3])));
+    float sum = V::sum(V::add(V::add(squares[0], squares[1]), V::add(squares[2], squares[3])));
     for (; at < count; at++) sum += x[at] * x[at];
     return 1.0f / sqrtf(sum / float(count) + eps);
 }
@@ -487,6 +470,22 @@ void norm(const float *x, float scale, const float *weight, int count, float *ou
     for (; at + LANES <= count; at += LANES)
         V::store(out + at, V::mul(V::mul_one(V::load(x + at), scale), V::load(weight + at)));
     for (; at < count; at++) out[at] = x[at] * scale * weight[at];
+}
+
+template <int step>
+INLINE void rotate_pairs(float *__restrict first, float *__restrict second, const float *__restrict table, int count) {
+    for (int pair = 0; pair < count; pair++) {
+        const float a = first[pair * step], b = second[pair * step];
+        const float cosine = table[2 * pair], sine = table[2 * pair + 1];
+        first[pair * step] = a * cosine - b * sine;
+        second[pair * step] = a * sine + b * cosine;
+    }
+}
+
+// Pairs of dimensions turn by the angles of their position (RoPE). table: cosine and sine of each pair.
+void rotate(float *x, const float *table, int num_pairs, bool interleaved) {
+    if (interleaved) rotate_pairs<2>(x, x + 1, table, num_pairs);
+    else rotate_pairs<1>(x, x + num_pairs, table, num_pairs);
 }
 
 // e^x to about one part in 10^7; x below -87 counts as -87.
@@ -530,7 +529,7 @@ void gate(float *gate, const float *up, int count) {
 namespace {
 
 constexpr Kernels make_kernels(const char *name) {
-    return {name,         LANES,         V::QUERIES, multiply,      round_row, scale_of, norm, gate,
+    return {name,         LANES,         V::QUERIES, multiply,      round_row, scale_of, norm, rotate, gate,
             attend_chunk, merge_partial, store_kv,   make_sampling_kernels()};
 }
 

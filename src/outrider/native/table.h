@@ -103,6 +103,7 @@ struct Kernels {
     // out = x * scale * weight; `scale_of` gives one over the root mean square of x.
     float (*scale_of)(const float *x, float eps, int count);
     void (*norm)(const float *x, float scale, const float *weight, int count, float *out);
+    void (*rotate)(float *x, const float *table, int num_pairs, bool interleaved);
     // gate = silu(gate) * up
     void (*gate)(float *gate, const float *up, int count);
     // Partial softmaxes of up to `queries` queries over the same keys, KV_CHUNK of them at most.

@@ -11,6 +11,7 @@ struct V {
     static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
     static constexpr int GROUP = 4;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 8;
+    static constexpr int AHEAD = 2560, LOCALITY = 3;  // how far weights are prefetched, and whether they are kept near
     static constexpr int QUERIES = 3;  // of one pass over keys, and vectors of sums that fit into the registers with them
     static constexpr int SUMS = 12;
     using F = __m256;
@@ -29,6 +30,16 @@ struct V {
     static F min(F a, F b) { return _mm256_min_ps(a, b); }
     static F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
     static F fma(F sum, F a, F b) { return _mm256_fmadd_ps(a, b, sum); }
+    static float sum(F a) {
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+    static float most(F a) {
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    }
     static F mul_one(F a, float b) { return mul(a, set(b)); }
     static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
@@ -42,6 +53,11 @@ struct V {
 
     static I int_zero() { return _mm256_setzero_si256(); }
     static I int_add(I a, I b) { return _mm256_add_epi32(a, b); }
+    static int32_t int_sum(I a) {
+        __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+        return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
+    }
     static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
     static I to_int(F x) { return _mm256_cvtps_epi32(x); }  // to the nearest, ties to even
     static F exponent(I power) {

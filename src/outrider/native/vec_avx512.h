@@ -9,8 +9,9 @@ namespace {
 
 struct V {
     static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
-    static constexpr int GROUP = 6;  // rows whose sums fit into the registers beside the weights
+    static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 16;
+    static constexpr int AHEAD = 2560, LOCALITY = 3;  // how far weights are prefetched, and whether they are kept near
     static constexpr int QUERIES = 8;  // of one pass over keys, and vectors of sums that fit into the registers with them
     static constexpr int SUMS = 16;
     using F = __m512;
@@ -29,6 +30,8 @@ struct V {
     static F min(F a, F b) { return _mm512_min_ps(a, b); }
     static F abs(F a) { return _mm512_abs_ps(a); }
     static F fma(F sum, F a, F b) { return _mm512_fmadd_ps(a, b, sum); }
+    static float sum(F a) { return _mm512_reduce_add_ps(a); }
+    static float most(F a) { return _mm512_reduce_max_ps(a); }
     static F mul_one(F a, float b) { return mul(a, set(b)); }
     static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) {
@@ -44,6 +47,7 @@ struct V {
 
     static I int_zero() { return _mm512_setzero_si512(); }
     static I int_add(I a, I b) { return _mm512_add_epi32(a, b); }
+    static int32_t int_sum(I a) { return _mm512_reduce_add_epi32(a); }
     static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
     static I to_int(F x) { return _mm512_cvtps_epi32(x); }  // to the nearest, ties to even
     static F exponent(I power) {

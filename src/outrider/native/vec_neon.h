@@ -12,6 +12,8 @@ struct V {
     static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
     static constexpr bool IN_PAIRS = false;  // there are instructions for whole dot products
     static constexpr int LANES = 4;
+    static constexpr int AHEAD = 640, LOCALITY = 0;  // how far weights are prefetched, and whether they are kept: they
+    // would drive from the caches what is needed again, and Python takes a third longer beside a pass
     static constexpr int QUERIES = 3;  // of one pass over keys, and vectors of sums that fit into the registers with them
     static constexpr int SUMS = 24;
     using F = float32x4_t;
@@ -30,6 +32,8 @@ struct V {
     static F min(F a, F b) { return vminq_f32(a, b); }
     static F abs(F a) { return vabsq_f32(a); }
     static F fma(F sum, F a, F b) { return vfmaq_f32(sum, a, b); }
+    static float sum(F a) { return vaddvq_f32(a); }
+    static float most(F a) { return vmaxvq_f32(a); }
     // One number for all lanes: read as it is used, since a load that spreads it costs as much as the arithmetic.
     static F mul_one(F a, float b) { return vmulq_n_f32(a, b); }
     static F fma_one(F sum, F a, float b) { return vfmaq_n_f32(sum, a, b); }
@@ -43,6 +47,7 @@ struct V {
 
     static I int_zero() { return vdupq_n_s32(0); }
     static I int_add(I a, I b) { return vaddq_s32(a, b); }
+    static int32_t int_sum(I a) { return vaddvq_s32(a); }
     static I to_int(F x) { return vcvtnq_s32_f32(x); }  // to the nearest, ties to even
     static F exponent(I power) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(power, vdupq_n_s32(127)), 23)); }
     static void store_bytes(int8_t *at, I x) {

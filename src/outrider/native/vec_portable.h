@@ -47,6 +47,7 @@ struct V {
     static constexpr int GROUP = 1;  // rows at a time: more would only take longer to compile
     static constexpr bool IN_PAIRS = false;
     static constexpr int LANES = 4;
+    static constexpr int AHEAD = 640, LOCALITY = 3;  // how far weights are prefetched, and whether they are kept near
     static constexpr int QUERIES = 2;  // of one pass over keys, and vectors of sums that fit into the registers with them
     static constexpr int SUMS = 16;
     struct F {
@@ -77,6 +78,11 @@ struct V {
     static F abs(F a) { return each<F>([&](int i) { return fabsf(a.x[i]); }); }
     // In two steps: a fused one is a slow library call where the CPU has none.
     static F fma(F sum, F a, F b) { return each<F>([&](int i) { return sum.x[i] + a.x[i] * b.x[i]; }); }
+    static float sum(F a) { return (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]); }
+    static float most(F a) {
+        const F pairs = max(a, {{a.x[1], a.x[0], a.x[3], a.x[2]}});
+        return pairs.x[0] > pairs.x[2] ? pairs.x[0] : pairs.x[2];
+    }
     static F mul_one(F a, float b) { return mul(a, set(b)); }
     static F fma_one(F sum, F a, float b) { return fma(sum, a, set(b)); }
     static F half(const uint16_t *at) { return each<F>([&](int i) { return wide(at[i]); }); }
@@ -88,6 +94,7 @@ struct V {
     static I int_zero() { return int_set(0); }
     static I int_set(int32_t value) { return {{value, value, value, value}}; }
     static I int_add(I a, I b) { return each<I>([&](int i) { return a.x[i] + b.x[i]; }); }
+    static int32_t int_sum(I a) { return a.x[0] + a.x[1] + a.x[2] + a.x[3]; }
     static F to_float(I a) { return each<F>([&](int i) { return float(a.x[i]); }); }
     static I to_int(F a) { return each<I>([&](int i) { return int32_t(nearbyintf(a.x[i])); }); }
     static F exponent(I power) {
