@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int PREFETCHED_KEYS = 2 * KV_GROUP;  // how far keys are prefetched
+
 // How LANES elements of the cache become floats. SCALED: every token has a scale of its own.
 struct KvF32 {
     using Element = float;
@@ -37,10 +39,10 @@ template <class Kv> INLINE const typename Kv::Element *page_elements(const uint8
 }
 
 // Scores of Q queries with KV_GROUP keys that lie side by side. Even and odd dimensions have sums of their own, so that
-// consecutive multiply-adds do not wait for each other. `next_keys` and `values` are prefetched: they are read next.
+// consecutive multiply-adds do not wait for each other. `later_keys` and `values` are read soon: they are prefetched.
 template <class Kv, int Q>
 INLINE void score_group(const typename Kv::Element *keys, const float *scales, int64_t stride, int head_dim,
-                        const float *const *queries, float (*out)[KV_GROUP], const typename Kv::Element *next_keys,
+                        const float *const *queries, float (*out)[KV_GROUP], const typename Kv::Element *later_keys,
                         const typename Kv::Element *values) {
     constexpr int VECTORS = KV_GROUP / LANES;
     F sums[2][Q][VECTORS];
@@ -48,10 +50,10 @@ INLINE void score_group(const typename Kv::Element *keys, const float *scales, i
         for (int q = 0; q < Q; q++)
             for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
     for (int d = 0; d < head_dim; d += 2) {
-        __builtin_prefetch(next_keys + d * KV_GROUP);
+        __builtin_prefetch(later_keys + d * KV_GROUP);
         __builtin_prefetch(values + d * KV_GROUP);
         if constexpr (sizeof(typename Kv::Element) == 4) {  // two dimensions are two cache lines
-            __builtin_prefetch(next_keys + (d + 1) * KV_GROUP);
+            __builtin_prefetch(later_keys + (d + 1) * KV_GROUP);
             __builtin_prefetch(values + (d + 1) * KV_GROUP);
         }
         UNROLL for (int part = 0; part < 2; part++, keys += stride)
@@ -74,22 +76,20 @@ template <class Kv, int Q>
 INLINE void score_chunk(const KvView &kv, const Visible &visible, const float *const *queries,
                         float (*scores)[KV_CHUNK]) {
     float out[Q][KV_GROUP];
-    const auto group_at = [&](int index, const typename Kv::Element *next_keys, const typename Kv::Element *values) {
+    const auto score = [&](int index) {
         const int page = visible.pages[index / kv.page_size], group = index % kv.page_size / KV_GROUP * KV_GROUP;
+        const int later = index + PREFETCHED_KEYS < visible.end ? index + PREFETCHED_KEYS : index;
         const auto *keys = page_elements<Kv>(kv.keys, kv, page) + group;
+        const auto *later_keys = page_elements<Kv>(kv.keys, kv, visible.pages[later / kv.page_size]);
+        const auto *values = page_elements<Kv>(kv.values, kv, page) + group * kv.padded_dim;
         const float *scales = page_scales<Kv>(kv.keys, kv, page) + group;
-        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, next_keys ? next_keys : keys,
-                           values ? values : keys);
+        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, later_keys, values);
     };
     for (int index = visible.first; index < visible.last;) {
         const int within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
         int count = group + KV_GROUP < kv.page_size ? group + KV_GROUP - within : kv.page_size - within;
         if (count > visible.last - index) count = visible.last - index;
-        const int next = index + count < visible.last ? index + count : visible.next;
-        const int next_page = visible.pages[next / kv.page_size];
-        const int next_group = next % kv.page_size / KV_GROUP * KV_GROUP;
-        group_at(index, page_elements<Kv>(kv.keys, kv, next_page) + (kv.padded_size == KV_GROUP ? 0 : next_group),
-                 page_elements<Kv>(kv.values, kv, visible.pages[index / kv.page_size]) + group * kv.padded_dim);
+        score(index);
         for (int q = 0; q < Q; q++)
             memcpy(scores[q] + index - visible.first, out[q] + within - group, sizeof(float) * count);
         index += count;
@@ -97,7 +97,7 @@ INLINE void score_chunk(const KvView &kv, const Visible &visible, const float *c
     int done = -1;  // the group whose scores are in `out`: nodes of a tree are neighbours
     for (int extra = 0; extra < visible.num_extras; extra++) {
         const int index = visible.extras[extra], within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
-        if (index - within + group != done) group_at(index, nullptr, nullptr);
+        if (index - within + group != done) score(index);
         done = index - within + group;
         for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = out[q][within - group];
     }

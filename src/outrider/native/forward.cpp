@@ -340,7 +340,7 @@ class Run {
             const KvView kv = kv_view(number, head);
             const int first = chunks * piece / pieces, end = chunks * (piece + 1) / pieces;
             for (int chunk = first; chunk < end; chunk++)
-                attend_block(layer, kv, block, head, block.first_chunk + chunk, chunk + 1 < end);
+                attend_block(layer, kv, block, head, block.first_chunk + chunk);
             if (pieces == 1)
                 for (int row = 0; row < block.num_rows; row++)
                     for (int q = 0; q < group(); q++)
@@ -351,7 +351,7 @@ class Run {
     }
 
     // One chunk of keys with all queries of a block that attend to them. The rows that see all of it share a call.
-    void attend_block(const Layer &layer, const KvView &kv, const RowBlock &block, int head, int chunk, bool goes_on) {
+    void attend_block(const Layer &layer, const KvView &kv, const RowBlock &block, int head, int chunk) {
         const float *queries[MAX_QUERIES];
         float *partials[MAX_QUERIES];
         int count = 0;
@@ -365,7 +365,6 @@ class Run {
             Visible visible = visible_chunk(layer, row, chunk);
             const int num_keys = visible.last - visible.first + visible.num_extras;
             if (num_keys <= 0) continue;
-            visible.next = goes_on ? (chunk + 1) * KV_CHUNK : visible.last - 1;
             const bool is_whole = visible.last - visible.first == KV_CHUNK;
             if (count && !is_whole) compute(whole);
             whole = visible;
@@ -457,7 +456,7 @@ class Run {
         if (layer.window) first += int(std::max<int64_t>(0, pass_.positions[row] - layer.window + 1));
         const int hidden = std::clamp(first - run_end, 0, num_extras);  // a window may begin among the extras
         return {pass_.pages + pass_.tables[row], std::min(first, run_end), run_end, pass_.extras + begin + hidden,
-                num_extras - hidden,             run_end + hidden,         0};
+                num_extras - hidden,             run_end + hidden,         run_end};
     }
 
     void hand_out(int layer) {

@@ -37,6 +37,7 @@ class Pool {
         for (int turn = 0, whose = number_; turn < size; turn++, whose = whose + 1 < size ? whose + 1 : 0) {
             const int first = int(int64_t(count) * whose / size), last = int(int64_t(count) * (whose + 1) / size);
             std::atomic<int> &next = stretches_[size_t(whose)].next;
+            if (next.load(std::memory_order_relaxed) >= last - first) continue;  // writing would cost the others more
             for (int at = first + next.fetch_add(1, std::memory_order_relaxed); at < last;
                  at = first + next.fetch_add(1, std::memory_order_relaxed))
                 item(at);

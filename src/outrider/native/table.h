@@ -73,7 +73,7 @@ struct Visible {
     const int32_t *extras;  // indices in the sequence
     int32_t num_extras;
     int32_t extra_start;  // the place of the first extra in the order of keys, which is that of positions
-    int32_t next;         // index that is read after these, for prefetching
+    int32_t end;          // of the keys that are read after these, for prefetching
 };
 
 // How the KV cache stores numbers. Q8: int8, with a scale for every token and head.
