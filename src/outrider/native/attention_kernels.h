@@ -120,79 +120,77 @@ INLINE void softmax_chunk(float *scores, int count, float *max, float *sum) {
     *sum = V::sum(total);
 }
 
-// Calls `visit(page, token within it)` for every visible token in order.
-template <class Visit> INLINE void each_visible(const KvView &kv, const Visible &visible, const Visit &visit) {
-    for (int index = visible.first; index < visible.last;) {
-        const int page = visible.pages[index / kv.page_size];
-        int within = index % kv.page_size, end = within + visible.last - index;
-        if (end > kv.page_size) end = kv.page_size;
-        index += end - within;
-        for (; within < end; within++) visit(page, within);
-    }
-    for (int extra = 0; extra < visible.num_extras; extra++) {
-        const int index = visible.extras[extra];
-        visit(visible.pages[index / kv.page_size], index % kv.page_size);
-    }
+// The values of all visible tokens in order, and their scales if there are some.
+template <class Kv>
+INLINE void find_values(const KvView &kv, const Visible &visible, const typename Kv::Element **values, float *scales) {
+    const auto add = [&](int index) {
+        const int page = visible.pages[index / kv.page_size], within = index % kv.page_size;
+        *values++ = page_elements<Kv>(kv.values, kv, page) + int64_t(within) * kv.padded_dim;
+        if constexpr (Kv::SCALED) *scales++ = page_scales<Kv>(kv.values, kv, page)[within];
+    };
+    for (int index = visible.first; index < visible.last; index++) add(index);
+    for (int extra = 0; extra < visible.num_extras; extra++) add(visible.extras[extra]);
 }
 
 // Dimensions d to d + 16 * PARTS of the weighted values of Q queries, token after token.
 template <class Kv, int Q, int PARTS>
-INLINE void mix_values(const KvView &kv, const Visible &visible, const float (*weights)[KV_CHUNK], int d,
+INLINE void mix_values(const typename Kv::Element *const *values, int num_keys, const float (*weights)[KV_CHUNK], int d,
                        float *const *partials) {
     constexpr int VECTORS = 16 * PARTS / LANES;
     F sums[Q][VECTORS];
     for (int q = 0; q < Q; q++)
         for (int v = 0; v < VECTORS; v++) sums[q][v] = V::zero();
-    int at = 0;
-    each_visible(kv, visible, [&](int page, int within) {
-        const auto *value = page_elements<Kv>(kv.values, kv, page) + int64_t(within) * kv.padded_dim + d;
+    for (int at = 0; at < num_keys; at++)
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            const F part = Kv::load(value + v * LANES);
-            UNROLL for (int q = 0; q < Q; q++) sums[q][v] = V::fma_one(sums[q][v], part, weights[q][at]);
+            const F value = Kv::load(values[at] + d + v * LANES);
+            UNROLL for (int q = 0; q < Q; q++) sums[q][v] = V::fma_one(sums[q][v], value, weights[q][at]);
         }
-        at++;
-    });
     UNROLL for (int q = 0; q < Q; q++)
         UNROLL for (int v = 0; v < VECTORS; v++) V::store(partials[q] + d + v * LANES, sums[q][v]);
 }
 
 template <class Kv, int Q>
-void attend_with(const KvView &kv, const Visible &visible, const float *const *queries, float *const *partials) {
+void attend_with(const KvView &kv, const Visible &visible, const Query *queries) {
     alignas(64) float scores[Q][KV_CHUNK];
-    score_chunk<Kv, Q>(kv, visible, queries, scores);
-    const int count = visible.last - visible.first + visible.num_extras;
-    for (int q = 0; q < Q; q++)
-        softmax_chunk(scores[q], count, partials[q] + kv.padded_dim, partials[q] + kv.padded_dim + 1);
-    if constexpr (Kv::SCALED) {
-        int at = 0;
-        each_visible(kv, visible, [&](int page, int within) {
-            const float scale = page_scales<Kv>(kv.values, kv, page)[within];
-            for (int q = 0; q < Q; q++) scores[q][at] *= scale;
-            at++;
-        });
+    const float *vectors[Q];
+    float *partials[Q];
+    for (int q = 0; q < Q; q++) {
+        vectors[q] = queries[q].vector;
+        partials[q] = queries[q].partial;
     }
+    score_chunk<Kv, Q>(kv, visible, vectors, scores);
+    const int num_keys = visible.last - visible.first + visible.num_extras;
+    for (int q = 0; q < Q; q++) {
+        const int count = queries[q].num_keys;
+        softmax_chunk(scores[q], count, partials[q] + kv.padded_dim, partials[q] + kv.padded_dim + 1);
+        for (int at = count; at < num_keys; at++) scores[q][at] = 0.0f;  // keys that only other queries see
+    }
+    const typename Kv::Element *values[KV_CHUNK];
+    float scales[KV_CHUNK];
+    find_values<Kv>(kv, visible, values, scales);
+    if constexpr (Kv::SCALED)
+        for (int q = 0; q < Q; q++)
+            for (int at = 0; at < num_keys; at++) scores[q][at] *= scales[at];
     constexpr int MOST = V::SUMS / Q * LANES / 16;  // as many sums as fit into the registers
     constexpr int PARTS = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
     int d = 0;
-    for (; d + 16 * PARTS <= kv.padded_dim; d += 16 * PARTS) mix_values<Kv, Q, PARTS>(kv, visible, scores, d, partials);
-    for (; d < kv.padded_dim; d += 16) mix_values<Kv, Q, 1>(kv, visible, scores, d, partials);
+    for (; d + 16 * PARTS <= kv.padded_dim; d += 16 * PARTS) mix_values<Kv, Q, PARTS>(values, num_keys, scores, d, partials);
+    for (; d < kv.padded_dim; d += 16) mix_values<Kv, Q, 1>(values, num_keys, scores, d, partials);
 }
 
 template <class Kv, int Q = V::QUERIES>
-INLINE void attend_by_count(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
-                            float *const *partials) {
+INLINE void attend_by_count(const KvView &kv, const Visible &visible, const Query *queries, int num_queries) {
     if constexpr (Q > 0) {
-        if (num_queries == Q) attend_with<Kv, Q>(kv, visible, queries, partials);
-        else attend_by_count<Kv, Q - 1>(kv, visible, queries, num_queries, partials);
+        if (num_queries == Q) attend_with<Kv, Q>(kv, visible, queries);
+        else attend_by_count<Kv, Q - 1>(kv, visible, queries, num_queries);
     }
 }
 
-void attend_chunk(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
-                  float *const *partials) {
+void attend_chunk(const KvView &kv, const Visible &visible, const Query *queries, int num_queries) {
     switch (kv.type) {
-        case KV_F32: return attend_by_count<KvF32>(kv, visible, queries, num_queries, partials);
-        case KV_F16: return attend_by_count<KvF16>(kv, visible, queries, num_queries, partials);
-        case KV_Q8: return attend_by_count<KvQ8>(kv, visible, queries, num_queries, partials);
+        case KV_F32: return attend_by_count<KvF32>(kv, visible, queries, num_queries);
+        case KV_F16: return attend_by_count<KvF16>(kv, visible, queries, num_queries);
+        case KV_Q8: return attend_by_count<KvQ8>(kv, visible, queries, num_queries);
     }
 }
 

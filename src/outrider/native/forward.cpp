@@ -350,33 +350,32 @@ class Run {
             pool_.share(rows_ * model_.num_heads, [&](int item) { merge_query(layer, item / model_.num_heads, item); });
     }
 
-    // One chunk of keys with all queries of a block that attend to them. The rows that see all of it share a call.
+    // One chunk of keys with all queries of a block that attend to them. Rows of a chain share a call: each sees the
+    // same keys as the one before it, and one more. Rows of a tree see different ones.
     void attend_block(const Layer &layer, const KvView &kv, const RowBlock &block, int head, int chunk) {
-        const float *queries[MAX_QUERIES];
-        float *partials[MAX_QUERIES];
+        Query queries[MAX_QUERIES];
         int count = 0;
-        Visible whole{};
-        const auto compute = [&](const Visible &visible) {
-            kernels_.attend_chunk(kv, visible, queries, count, partials);
+        Visible shared{};
+        const auto compute = [&] {
+            if (count) kernels_.attend_chunk(kv, shared, queries, count);
             count = 0;
         };
         for (int in_block = 0; in_block < block.num_rows; in_block++) {
             const int row = block.first_row + in_block;
-            Visible visible = visible_chunk(layer, row, chunk);
+            const Visible visible = visible_chunk(layer, row, chunk);
             const int num_keys = visible.last - visible.first + visible.num_extras;
             if (num_keys <= 0) continue;
-            const bool is_whole = visible.last - visible.first == KV_CHUNK;
-            if (count && !is_whole) compute(whole);
-            whole = visible;
+            if (visible.first != shared.first || visible.num_extras || shared.num_extras) compute();
+            shared = visible;
             for (int q = 0; q < group(); q++) {
                 const int64_t query = int64_t(row) * model_.num_heads + head * group() + q;
-                queries[count] = buffers_.queries + query * model_.head_dim;
-                partials[count] = partial_of(block, in_block * group() + q, query, chunk, is_first(layer, row, chunk));
-                if (++count == kernels_.queries) compute(visible);
+                queries[count++] = {buffers_.queries + query * model_.head_dim,
+                                    partial_of(block, in_block * group() + q, query, chunk, is_first(layer, row, chunk)),
+                                    num_keys};
+                if (count == kernels_.queries) compute();
             }
-            if (count && !is_whole) compute(visible);
         }
-        if (count) compute(whole);
+        compute();
         if (plan_.pieces == 1) merge_block(layer, block, chunk);
     }
 

@@ -92,6 +92,12 @@ struct KvView {
 // A partial softmax of one query: weighted values [padded_dim], maximum of the scores, sum of the weights.
 static inline int64_t partial_size(int64_t padded_dim) { return padded_dim + 16; }
 
+struct Query {
+    const float *vector;  // [head_dim]
+    float *partial;       // where its partial softmax goes
+    int32_t num_keys;     // of those that are visible, the first so many are for this query
+};
+
 struct Kernels {
     const char *name;
     int lanes;
@@ -106,9 +112,8 @@ struct Kernels {
     void (*rotate)(float *x, const float *table, int num_pairs, bool interleaved);
     // gate = silu(gate) * up
     void (*gate)(float *gate, const float *up, int count);
-    // Partial softmaxes of up to `queries` queries over the same keys, KV_CHUNK of them at most.
-    void (*attend_chunk)(const KvView &kv, const Visible &visible, const float *const *queries, int num_queries,
-                         float *const *partials);
+    // Partial softmaxes of up to `queries` queries over a chunk of keys.
+    void (*attend_chunk)(const KvView &kv, const Visible &visible, const Query *queries, int num_queries);
     // merged = the softmax of the keys behind `merged` and those behind `partial`
     void (*merge_partial)(float *merged, const float *partial, int padded_dim);
     // Rounds a key and a value to the type of the cache and stores them. token: page * page_size + place in the page.
