@@ -15,10 +15,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -43,9 +39,6 @@ extern const Kernels kernels_avx512bw;
 #endif
 #ifdef OUTRIDER_HAS_AVX512
 extern const Kernels kernels_avx512;
-#endif
-#ifdef OUTRIDER_HAS_AMX
-extern const Kernels kernels_amx;
 #endif
 
 namespace {
@@ -95,27 +88,9 @@ bool has_avx512() {
 }
 #endif
 
-#ifdef OUTRIDER_HAS_AMX
-// Tiles of int8. Linux gives them to a process that asks for them.
-bool has_amx() {
-    unsigned eax, ebx, ecx, edx;
-    constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & (TILE | INT8)) != (TILE | INT8)) return false;
-#if defined(__linux__)
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, which older headers do not have
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-#else
-    return false;
-#endif
-}
-#endif
-
 // Best first.
 std::vector<const Kernels *> usable() {
     std::vector<const Kernels *> sets;
-#ifdef OUTRIDER_HAS_AMX
-    if (has_avx512() && __builtin_cpu_supports("avx512vnni") && has_amx()) sets.push_back(&kernels_amx);
-#endif
 #ifdef OUTRIDER_HAS_AVX512
     if (has_avx512() && __builtin_cpu_supports("avx512vnni")) sets.push_back(&kernels_avx512);
 #endif

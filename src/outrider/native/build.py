@@ -28,7 +28,6 @@ FLAGS = (
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512BW = ("-Wno-maybe-uninitialized", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
 AVX512 = (*AVX512BW, "-mavx512vnni")
-AMX = (*AVX512, "-mamx-tile", "-mamx-int8")
 PORTABLE = "portable"  # the instruction set that every machine has: without it there is no library
 
 
@@ -46,7 +45,6 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
     "avx2": InstructionSet(("x86_64", "amd64"), AVX2),
     "avx512bw": InstructionSet(("x86_64", "amd64"), AVX512BW),
     "avx512": InstructionSet(("x86_64", "amd64"), AVX512),
-    "amx": InstructionSet(("x86_64", "amd64"), AMX),
 }
 
 

@@ -156,23 +156,14 @@ INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
     }
 }
 
-// Vectors `g` to `end` - 1 of the weights times M rows of 32 inputs, `stride` bytes apart, added to their sums. As many rows
-// as a matrix unit has go through it.
-template <class Quants, int g, int end, int M, class Vec = V>
-INLINE void add_products(I *sums, const B *w, const int8_t *rounded, int64_t stride) {
-    if constexpr (M == Vec::TILE_ROWS) {
-        Vec::template add_tile<g, end>(sums, w, rounded, stride);
-    } else {
-        V::Row rows[M];
-        UNROLL for (int m = 0; m < M; m++) rows[m] = V::row(rounded + m * stride);
-        dot_steps<Quants, g, end, M>(sums, w, rows);
-    }
-}
-
 // Products of 32 weights with M rows, `stride` bytes apart.
 template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const int8_t *rounded, int64_t stride) {
-    UNROLL for (int m = 0; m < M; m++) sums[m] = V::start();
-    add_products<Quants, 0, 8, M>(sums, w, rounded, stride);
+    V::Row rows[M];
+    UNROLL for (int m = 0; m < M; m++) {
+        rows[m] = V::row(rounded + m * stride);
+        sums[m] = V::start();
+    }
+    dot_steps<Quants, 0, 8, M>(sums, w, rows);
 }
 
 // Weights are read in order; asking for them early keeps the arithmetic from waiting.
@@ -183,7 +174,6 @@ template <int bytes> INLINE void fetch_ahead(const uint8_t *at) {
 // Types with a scale per 32 weights: w = d * (q - OFFSET), or d * q + m.
 // A block of a tile: d of every output, then m if there is one, then the quants.
 template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
-    static constexpr bool IS_ROUNDED = true;  // the activations are
     static constexpr int HEAD = (MINIMUM ? 4 : 2) * LANES;
     static constexpr int BYTES = HEAD + Quants::BYTES;
 
@@ -220,7 +210,6 @@ template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
 // 256. A super-block of a tile: d, dmin; eight scales as upper halves of floats; eight minima, laid out like quants, since
 // their products with the sums of the blocks are taken like those of quants; eight blocks of quants.
 template <class Quants> struct BySuper {
-    static constexpr bool IS_ROUNDED = true;
     static constexpr int HEAD = 4 * LANES, SCALES = 16 * LANES, MINIMA = 8 * LANES;
     static constexpr int BYTES = HEAD + SCALES + MINIMA + 8 * Quants::BYTES;
 
@@ -266,7 +255,6 @@ template <class Quants> struct BySuper {
 // Q6_K: w = d * scale * (q - 32), with a scale (int8) per 16 weights and d per 256.
 // A super-block of a tile: d; sixteen scales as upper halves of floats; eight blocks of quants.
 struct SixBySuper {
-    static constexpr bool IS_ROUNDED = true;
     static constexpr int HEAD = 2 * LANES, SCALES = 32 * LANES;
     static constexpr int BYTES = HEAD + SCALES + 8 * Sixes::BYTES;
 
@@ -290,14 +278,16 @@ struct SixBySuper {
                 Sixes::unpack(quants + b * Sixes::BYTES, w);
                 const F one = V::upper_half(small + 2 * b * LANES);
                 const F other = V::upper_half(small + (2 * b + 1) * LANES);
+                V::Row inputs[M];
                 I low[M], high[M];
                 UNROLL for (int m = 0; m < M; m++) {
                     const int64_t column = m * stride + SUPER * s + BLOCK * b;
+                    inputs[m] = V::row(rounded + column);
                     low[m] = V::start_at(starts + column / 16 * LANES);
                     high[m] = V::start_at(starts + (column / 16 + 1) * LANES);
                 }
-                add_products<Sixes, 0, 4, M>(low, w, rounded + SUPER * s + BLOCK * b, stride);
-                add_products<Sixes, 4, 8, M>(high, w, rounded + SUPER * s + BLOCK * b, stride);
+                dot_steps<Sixes, 0, 4, M>(low, w, inputs);
+                dot_steps<Sixes, 4, 8, M>(high, w, inputs);
                 UNROLL for (int m = 0; m < M; m++) {
                     products[m] = V::fma(products[m], V::finish(low[m]), one);
                     products[m] = V::fma(products[m], V::finish(high[m]), other);
@@ -316,7 +306,6 @@ struct SixBySuper {
 // Floating-point weights: input after input, row beside row. Four sums for each output, so that one does not wait for
 // the other.
 template <class Number> struct Plain {
-    static constexpr bool IS_ROUNDED = false;
     static INLINE F load(const uint8_t *at) {
         if constexpr (sizeof(Number) == 2) return V::half(reinterpret_cast<const uint16_t *>(at));
         else return V::load(reinterpret_cast<const float *>(at));
@@ -393,26 +382,11 @@ INLINE void sweep_rest(int count, const Matrix &matrix, int first, int last, con
     }
 }
 
-// As many rows as a matrix unit takes at a time, if there is one. Returns how many are done.
-template <class Weights, class Vec = V>
-int sweep_in_tiles(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows,
-                   const Target &target) {
-    int row = 0;
-    if constexpr (Vec::TILE_ROWS && Weights::IS_ROUNDED)
-        if (num_rows >= Vec::TILE_ROWS) {
-            Vec::start_tiles();
-            for (; row + Vec::TILE_ROWS <= num_rows; row += Vec::TILE_ROWS)
-                sweep<Weights, Vec::TILE_ROWS>(matrix, first, last, rows, row, target);
-            Vec::stop_tiles();
-        }
-    return row;
-}
-
 // Row group after row group: the tiles are few enough to stay in the first cache meanwhile.
 template <class Weights>
 void multiply_tiles(const Matrix &matrix, int first, int last, const Activations &rows, int num_rows,
                     const Target &target) {
-    int row = sweep_in_tiles<Weights>(matrix, first, last, rows, num_rows, target);
+    int row = 0;
     for (; row + V::GROUP <= num_rows; row += V::GROUP)
         sweep<Weights, V::GROUP>(matrix, first, last, rows, row, target);
     sweep_rest<Weights, V::GROUP - 1>(num_rows - row, matrix, first, last, rows, row, target);

@@ -9,7 +9,6 @@ namespace {
 
 struct V {
     static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
-    static constexpr int TILE_ROWS = 0;  // there is no matrix unit (see vec_avx512.h)
     static constexpr int GROUP = 4;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 8;
     static constexpr int AHEAD = 2560, LOCALITY = 3;  // how far weights are prefetched, and whether they are kept near

@@ -1,5 +1,4 @@
-// Sixteen lanes of AVX-512, with the dot-product instructions (VNNI) and the matrix unit (AMX) where the file that includes
-// this is compiled for them.
+// Sixteen lanes of AVX-512, with the dot-product instructions (VNNI) where the file that includes this is compiled for them.
 #pragma once
 
 #include <immintrin.h>
@@ -95,40 +94,6 @@ struct V {
         memcpy(&bits, row + 4 * g, 4);
         return _mm512_set1_epi32(bits);
     }
-#ifdef __AMX_INT8__
-    // The matrix unit (AMX): 16 rows of inputs times 16 outputs. Tile 0 has the sums, 1 and 2 the inputs and weights of
-    // 32 inputs, 3 and 4 those of 16.
-    static constexpr int TILE_ROWS = 16;
-    static void start_tiles() {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 32, 64, 16, 64};
-            uint8_t rows[16] = {16, 16, 8, 16, 4};
-        } shape;
-        _tile_loadconfig(&shape);
-    }
-    static void stop_tiles() { _tile_release(); }
-    template <int g, int end> static void add_tile(I *sums, const B *w, const int8_t *rows, int64_t stride) {
-        alignas(64) B weights[end - g];
-        alignas(64) int32_t products[16][16];
-        for (int at = g; at < end; at++) _mm512_store_si512(weights + at - g, w[at]);
-        _tile_zero(0);
-        if constexpr (end - g == 8) {
-            _tile_loadd(1, rows, stride);
-            _tile_loadd(2, weights, 64);
-            _tile_dpbssd(0, 1, 2);
-        } else {
-            _tile_loadd(3, rows + 4 * g, stride);
-            _tile_loadd(4, weights, 64);
-            _tile_dpbssd(0, 3, 4);
-        }
-        _tile_stored(0, products, 64);
-#pragma GCC unroll 16
-        for (int m = 0; m < 16; m++) sums[m] = int_add(sums[m], _mm512_load_si512(products[m]));
-    }
-#else
-    static constexpr int TILE_ROWS = 0;
-#endif
     // The instructions take unsigned weights: signs go over to the activations.
     template <int g> static B turned(B weights, Row row) {
         const B inputs = four<g>(row);

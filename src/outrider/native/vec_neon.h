@@ -9,7 +9,6 @@
 namespace {
 
 struct V {
-    static constexpr int TILE_ROWS = 0;  // there is no matrix unit (see vec_avx512.h)
     static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
     static constexpr bool IN_PAIRS = false;  // there are instructions for whole dot products
     static constexpr int LANES = 4;

@@ -44,7 +44,6 @@ inline uint16_t narrow(float value) {
 
 struct V {
     static constexpr bool HAS_MATMUL = false;  // see vec_neon.h
-    static constexpr int TILE_ROWS = 0;  // there is no matrix unit (see vec_avx512.h)
     static constexpr int GROUP = 1;  // rows at a time: more would only take longer to compile
     static constexpr bool IN_PAIRS = false;
     static constexpr int LANES = 4;
