@@ -72,9 +72,7 @@ def deviation(ours: Array, wanted: Array) -> float:
     return float(np.linalg.norm(ours.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-def walk(
-    folder: Path, shape: Shape, seed: int, rounds: int, bound: float | None = None, kv_type: str = "f16"
-) -> Walk:
+def walk(folder: Path, shape: Shape, seed: int, rounds: int, bound: float | None = None, kv_type: str = "f16") -> Walk:
     """A random walk whose rows must have the bits of a fresh pass, in pages of another size, on one thread. With a
     bound, torch must come as close as that."""
     paths = {name: save_model(folder / f"{name}.gguf", shape, seed=index) for index, name in enumerate(("m", "d"))}

@@ -26,6 +26,7 @@ from outrider.models.base import TransformerSpec
 from outrider.models.gguf import GGUFFile
 from outrider.models.heads import HeadFile
 from outrider.native.binding import KV_TYPES, Model, Numbers, Pass, address_of, forward, use_threads
+from outrider.native.library import num_threads
 from outrider.native.sampling import NativeSampling
 from outrider.types import Scores
 
@@ -122,6 +123,10 @@ class NativeBackend(PagedSequences):
     def build_head(self, file: HeadFile) -> NativeHead | None:
         """An EAGLE head by the same kernels; None: torch must compute it."""
         return NativeHead(file, self) if can_compute(file) else None
+
+    @property
+    def num_threads(self) -> int:  # type: ignore[override]
+        return num_threads()
 
     @property
     def device(self) -> torch.device:

@@ -183,7 +183,7 @@ def memory_bandwidth(threads: int | None = None, device: Any = None) -> float:
 
 def _native_limits(target: Any, weights: NativeWeights, threads: int) -> Limits:
     parts = [part for part in weights.matrices if part is weights.output or part is not weights.embedding]
-    products = {kind: 0 for kind in sorted({part.kind for part in parts})}
+    products = dict.fromkeys(sorted({part.kind for part in parts}), 0)
     for part in parts:
         products[part.kind] += 2 * part.matrix.rows * part.matrix.columns
     seconds = sum(count / _native_flops(kind, threads) for kind, count in products.items())

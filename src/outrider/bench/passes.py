@@ -247,7 +247,8 @@ def tasks_of(vocab_size: int, context: int) -> list[Task]:
         for rows in ROWS
     ]
     found += [
-        Task(f"decoding behind {prompt} tokens", "decode", tuple(tokens[:prompt]), DECODED, prompt) for prompt in PROMPTS
+        Task(f"decoding behind {prompt} tokens", "decode", tuple(tokens[:prompt]), DECODED, prompt)
+        for prompt in PROMPTS
     ]
     found.append(Task(f"prefill of {PREFILL} tokens", "prefill", tuple(tokens[:PREFILL]), 1))
     together = tuple(tokens[: SHORT_PROMPT * TOGETHER])

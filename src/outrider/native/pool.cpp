@@ -9,7 +9,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int SPINS_IN_A_PASS = 4000;  // before the core is offered to others: somebody else may need it to go on
-constexpr std::chrono::microseconds AFTER_A_PASS(50);  // before a thread sleeps: the next token's pass may follow at once
+// Before a thread sleeps: the next pass follows in less, and waking takes longer than many a step of it. Whoever else needs
+// the core gets it meanwhile.
+constexpr std::chrono::microseconds AFTER_A_PASS(1000);
+constexpr int SPINS_AFTER_A_PASS = 50;
 
 inline void relax() {
 #if defined(__aarch64__)
@@ -109,7 +112,14 @@ void Pool::work(int number, unsigned seen) {
     number_ = number;
     for (;;) {
         const auto until = Clock::now() + AFTER_A_PASS;
-        while (job_.load(std::memory_order_acquire) == seen && Clock::now() < until) relax();
+        for (int spins = 1; job_.load(std::memory_order_acquire) == seen; spins++) {
+            if (spins % SPINS_AFTER_A_PASS) {
+                relax();
+                continue;
+            }
+            if (Clock::now() >= until) break;
+            std::this_thread::yield();
+        }
         if (job_.load(std::memory_order_acquire) == seen) {
             std::unique_lock<std::mutex> lock(sleep_);
             wake_.wait(lock, [&] { return ends_ || job_.load(std::memory_order_acquire) != seen; });
