@@ -42,8 +42,8 @@ template <class Kv> INLINE const typename Kv::Element *page_elements(const uint8
 // consecutive multiply-adds do not wait for each other. `later_keys` and `values` are read soon: they are prefetched.
 template <class Kv, int Q>
 INLINE void score_group(const typename Kv::Element *keys, const float *scales, int64_t stride, int head_dim,
-                        const float *const *queries, float (*out)[KV_GROUP], const typename Kv::Element *later_keys,
-                        const typename Kv::Element *values) {
+                        const float *const *queries, float *out, int out_stride,
+                        const typename Kv::Element *later_keys, const typename Kv::Element *values) {
     constexpr int VECTORS = KV_GROUP / LANES;
     F sums[2][Q][VECTORS];
     for (int part = 0; part < 2; part++)
@@ -67,7 +67,7 @@ INLINE void score_group(const typename Kv::Element *keys, const float *scales, i
         const F scale = Kv::SCALED ? V::load(scales + v * LANES) : V::set(1.0f);
         UNROLL for (int q = 0; q < Q; q++) {
             const F sum = V::add(sums[0][q][v], sums[1][q][v]);
-            V::store(out[q] + v * LANES, Kv::SCALED ? V::mul(sum, scale) : sum);
+            V::store(out + q * out_stride + v * LANES, Kv::SCALED ? V::mul(sum, scale) : sum);
         }
     }
 }
@@ -75,31 +75,35 @@ INLINE void score_group(const typename Kv::Element *keys, const float *scales, i
 template <class Kv, int Q>
 INLINE void score_chunk(const KvView &kv, const Visible &visible, const float *const *queries,
                         float (*scores)[KV_CHUNK]) {
-    float out[Q][KV_GROUP];
-    const auto score = [&](int index) {
+    float group_scores[Q][KV_GROUP];
+    const auto score = [&](int index, float *out, int out_stride) {
         const int page = visible.pages[index / kv.page_size], group = index % kv.page_size / KV_GROUP * KV_GROUP;
         const int later = index + PREFETCHED_KEYS < visible.end ? index + PREFETCHED_KEYS : index;
         const auto *keys = page_elements<Kv>(kv.keys, kv, page) + group;
         const auto *later_keys = page_elements<Kv>(kv.keys, kv, visible.pages[later / kv.page_size]);
         const auto *values = page_elements<Kv>(kv.values, kv, page) + group * kv.padded_dim;
         const float *scales = page_scales<Kv>(kv.keys, kv, page) + group;
-        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, later_keys, values);
+        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, out_stride, later_keys, values);
     };
     for (int index = visible.first; index < visible.last;) {
         const int within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
         int count = group + KV_GROUP < kv.page_size ? group + KV_GROUP - within : kv.page_size - within;
         if (count > visible.last - index) count = visible.last - index;
-        score(index);
-        for (int q = 0; q < Q; q++)
-            memcpy(scores[q] + index - visible.first, out[q] + within - group, sizeof(float) * count);
+        const int to = index - visible.first;
+        if (count == KV_GROUP) {
+            score(index, scores[0] + to, KV_CHUNK);
+        } else {  // some of the group are not seen
+            score(index, group_scores[0], KV_GROUP);
+            for (int q = 0; q < Q; q++) memcpy(scores[q] + to, group_scores[q] + within - group, sizeof(float) * count);
+        }
         index += count;
     }
-    int done = -1;  // the group whose scores are in `out`: nodes of a tree are neighbours
+    int done = -1;  // the group whose scores are there: nodes of a tree are neighbours
     for (int extra = 0; extra < visible.num_extras; extra++) {
         const int index = visible.extras[extra], within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
-        if (index - within + group != done) score(index);
+        if (index - within + group != done) score(index, group_scores[0], KV_GROUP);
         done = index - within + group;
-        for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = out[q][within - group];
+        for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = group_scores[q][within - group];
     }
 }
 

@@ -12,8 +12,8 @@ struct V {
     static constexpr int GROUP = 8;  // rows whose sums fit into the registers beside the weights
     static constexpr int LANES = 16;
     static constexpr int AHEAD = 2560, LOCALITY = 3;  // how far weights are prefetched, and whether they are kept near
-    static constexpr int QUERIES = 8;  // of one pass over keys, and vectors of sums that fit into the registers with them
-    static constexpr int SUMS = 16;
+    static constexpr int QUERIES = 6;  // of one pass over keys, and vectors of sums that fit into the registers with them
+    static constexpr int SUMS = 24;
     using F = __m512;
     using I = __m512i;
     using B = __m512i;  // four bytes for each lane
