@@ -18,7 +18,7 @@ namespace {
 // after group, a stretch should fit into the second cache, and be long: all rows pass by for each of them.
 constexpr int64_t LEAST_BYTES = 4096, MOST_BYTES = 131072, MOST_NEAR_BYTES = 262144;
 constexpr int FEW_ROWS = 8;
-constexpr int ROWS_OF_A_BLOCK = 8;   // rows of one sequence whose keys are read together
+constexpr int ROWS_OF_A_BLOCK = 8;    // rows of one sequence whose keys are read together
 constexpr int ITEMS_PER_THREAD = 16;  // of attention: so many are shared evenly, whatever they take
 
 // Memory for one pass, kept for the next: fresh pages cost more than the arithmetic of a short pass.
@@ -84,7 +84,7 @@ Activations activations_of(const Matrix &matrix, const float *values, const Roun
 struct Buffers {
     float *x, *normed, *queries, *keys, *values, *seen, *gate, *up;
     float *entered;  // of a head: what its first layer reads
-    float *partials;  // of attention, see Attention
+    float *partials;  // of attention, see AttentionPlan
     Rounded by_block, by_super;
 
     Buffers(Cutter &cutter, const Model &model, int64_t rows, int64_t widest, int lanes, int64_t num_partials)
@@ -128,7 +128,8 @@ struct AttentionPlan {
             most_chunks = std::max(most_chunks, block.num_chunks);
         }
         const int num_items = int(blocks.size()) * model.num_kv_heads, wanted = ITEMS_PER_THREAD * threads;
-        if (threads > 1 && num_items < wanted)
+        // Of many rows the partials of all chunks would take too much memory, and they are shared evenly without pieces.
+        if (threads > 1 && num_items < wanted && pass.num_rows <= 4 * threads)
             pieces = std::max(1, std::min(most_chunks, (wanted + num_items - 1) / std::max(1, num_items)));
     }
 
