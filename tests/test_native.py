@@ -3,9 +3,11 @@ however it came to be asked for; answers of the engine are those of plain decodi
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -312,6 +314,24 @@ def test_heads_read_quantised_matrices(folder: Path) -> None:
 
 
 # --- files that are not as they should be
+
+
+def test_engines_of_one_process_share_the_weights_of_a_file(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "m.gguf", Shape())
+    first, second = native(path), native(path)
+    assert first.weights is second.weights and first.store is not second.store
+    text = [4, 100, 7, 7]
+    rows = Truth(first).after(text)[0]
+    assert np.array_equal(Truth(second).after(text)[0], rows)
+    save_model(path, Shape(kinds=("F16",)))
+    other = native(path)
+    assert other.weights is not first.weights, "the file is another one now"
+    assert not np.array_equal(Truth(other).after(text)[0], rows)
+    assert np.array_equal(Truth(first).after(text)[0], rows)
+    gone = weakref.ref(first.weights)
+    del first, second
+    gc.collect()
+    assert gone() is None, "nobody needs them any more"
 
 
 @pytest.mark.parametrize("kind", ["BF16", "IQ4_NL"])

@@ -18,7 +18,7 @@ from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.native_head import NativeHead, can_compute
 from outrider.backends.native_plan import Plan, Turns
-from outrider.backends.native_weights import NativeWeights
+from outrider.backends.native_weights import weights_of
 from outrider.backends.paged import PagedSequences, SequencesAhead, info_of
 from outrider.kv.host_store import HostStore
 from outrider.kv.pages import Pages
@@ -57,7 +57,7 @@ class NativeBackend(PagedSequences):
         self.spec, self.pages = spec, pages
         self.info = info_of(file, spec, pages, vocab_size, context)
         self.ops = NativeSampling()
-        self.weights = NativeWeights(file, spec)
+        self.weights = weights_of(file, spec)
         self.store = HostStore(
             spec.num_layers, pages.num_pages, spec.num_kv_heads, spec.head_dim, pages.page_size, kv_type
         )

@@ -6,7 +6,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -15,11 +17,24 @@ from outrider.models.base import TransformerSpec, check_shapes
 from outrider.models.cache import progress
 from outrider.models.gguf import GGUFFile
 from outrider.native.binding import TYPES, Arena, Layer, Packed, address_of, packed_bytes, room_for
+from outrider.native.library import library
 
 log = logging.getLogger("outrider")
 Array = np.ndarray[Any, Any]
 MAX_LANES = 16  # rows side by side in a tile, at most
 HALF_MOST = 65504.0  # half precision ends here
+
+
+def weights_of(file: GGUFFile, spec: TransformerSpec) -> NativeWeights:
+    """The weights of a file: those that another engine of this process has loaded, while the file is the same. Nobody
+    writes to them, and two engines of one model need no more memory or cache than one."""
+    status, tiles = file.path.stat(), library().outrider_selected().decode()  # each instruction set has its own tiles
+    key = (str(file.path.resolve()), status.st_size, status.st_mtime_ns, tiles)
+    with _lock:
+        weights = _loaded.get(key)
+        if weights is None:
+            weights = _loaded[key] = NativeWeights(file, spec)
+        return weights
 
 
 class NativeWeights:
@@ -128,3 +143,7 @@ class NativeWeights:
         self._held.append(vector)
         self._advance(len(vector))
         return vector
+
+
+_loaded: WeakValueDictionary[tuple[str, int, int, str], NativeWeights] = WeakValueDictionary()
+_lock = Lock()
