@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -219,23 +220,40 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert costs.pass_s(9) == pytest.approx(3.0), "it goes on as it did"
 
 
-def test_more_rows_never_cost_less() -> None:
-    costs, dice = CostModel(), random.Random(2)
-    for _ in range(500):
-        rows = dice.randint(1, 40)
-        costs.observe_pass(rows, 1, 0.0, dice.uniform(0.5, 1.5) + 0.01 * rows)
-        seconds = [costs.pass_s(rows) for rows in range(1, 60)]
-        assert seconds == sorted(seconds)
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_were_not_seen_keep_their_place_beside_those_that_are(seed: int) -> None:
+    """Noise, contexts and a machine that changes its speed used to make the rest of the curve ever steeper: three rows
+    seemed to take twice as long as they did, and were not tried again."""
+    costs, dice, number = CostModel({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 8: 2.0}), random.Random(seed), 0
+    for _ in range(40):
+        context, is_drafting = dice.choice((50, 80, 600)), dice.random() < 0.5
+        for place in range(80):
+            rows = dice.choice((1, 2)) if is_drafting else 2 - (place % 9 > 0)
+            speed = dice.choice((0.9, 0.95, 1.0, 1.05, 1.4)) * (1.0 + 0.2 * math.sin(number / 40))
+            costs.observe_pass(rows, 1, context + place, speed * (0.9 + 0.1 * rows + 4e-4 * (context + place)))
+            number += 1
+        assert costs.pass_s(3) / costs.pass_s(1) == pytest.approx(1.2, rel=0.25)
 
 
 def test_costs_follow_a_slower_machine() -> None:
     costs = CostModel({1: 1.0, 5: 2.0})
+    for _ in range(8):
+        costs.observe_pass(1, 1, 0.0, 1.0)
     costs.observe_pass(1, 1, 0.0, 50.0)
-    assert costs.pass_s(1) < 1.5, "one slow round is none"
+    assert costs.pass_s(1) < 1.1, "one slow round is none"
     for _ in range(100):
         costs.observe_pass(1, 1, 0.0, 2.0)
     assert costs.pass_s(1) == pytest.approx(2.0, rel=0.05)
-    assert costs.pass_s(5) > 2.5, "passes that were not seen get slower, too"
+    assert costs.pass_s(5) > 3.0, "passes that were not seen get slower, too"
+
+
+def test_many_different_sizes_of_a_pass_are_learned_in_little_memory() -> None:
+    costs = CostModel({1: 1.0, 64: 4.0})
+    for number in range(2000):
+        rows = 1 + 7 * number % 64
+        costs.observe_pass(rows, 1, 0.0, 2.0 * (1.0 + 3.0 * (rows - 1) / 63))
+    for rows in range(1, 65):
+        assert costs.pass_s(rows) == pytest.approx(2.0 * (1.0 + 3.0 * (rows - 1) / 63), rel=0.05)
 
 
 def test_a_profile_tells_the_start_of_a_draft_from_its_steps() -> None:
@@ -260,15 +278,16 @@ def test_a_profile_that_rounds_contradict_is_dropped_once() -> None:
     assert len(dropped) == 1
 
 
-def test_a_row_count_that_was_not_seen_for_long_moves_halfway() -> None:
+def test_a_row_count_that_was_not_seen_for_long_moves_far() -> None:
     """Plain decoding is measured once in many rounds while drafting pays: one of them must count."""
     costs = CostModel({1: 1.0, 4: 1.3})
     for _ in range(64):
         costs.observe_pass(4, 1, 0.0, 1.3)
     costs.observe_pass(1, 1, 0.0, 0.7)
-    assert 0.8 < costs.pass_s(1) < 0.9, "halfway"
+    once = costs.pass_s(1)
+    assert 0.7 < once < 0.85, "more than halfway"
     costs.observe_pass(1, 1, 0.0, 1.3)
-    assert 0.8 < costs.pass_s(1) < 0.95, "seen just now: one round moves it little"
+    assert costs.pass_s(1) - once < 0.4 * (1.3 - once), "seen just now: the next round moves it less"
 
 
 def test_the_first_rounds_tell_how_far_off_a_profile_is_at_rows_it_never_saw() -> None:
@@ -420,13 +439,15 @@ def test_the_choice_is_nearly_the_best_of_all(seed: int) -> None:
     shares = [generator.choice((0.3, 0.6, 0.9, 0.97)) for _ in range(3)]
     chances = [[share**place for place in range(1, 6)] for share in shares]
 
-    def seconds(drafted: int, requests_by_step: Sequence[int]) -> float:
+    def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
         rows = 3.0 + drafted
-        drafts_s = sum(0.3 * step * (1.0 + 0.05 * requests) for requests in requests_by_step)
+        drafts_s = sum(0.3 * step * (1.0 + 0.05 * rows) for rows in rows_by_step)
         return fixed + 0.1 * row * rows + max(0.0, rows - 6.0) * 0.2 * extra + drafts_s
 
     def rate(widths: Sequence[int]) -> float:
-        steps = [sum(width > place for width in widths) for place in range(max(widths))]
+        steps = [float(sum(width > place for width in widths)) for place in range(max(widths))]
+        if steps:  # who kept a whole chain has its last token to read
+            steps[0] += sum(line[width - 1] for line, width in zip(chances, widths, strict=True) if width)
         tokens = 3.0 + sum(sum(line[:width]) for line, width in zip(chances, widths, strict=True))
         return tokens / seconds(sum(widths), steps)
 

@@ -32,8 +32,8 @@ log = logging.getLogger("outrider")
 SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
 PLAN: tuple[int | tuple[int, int], ...] = (  # a pass of so many rows, or a prompt of so many tokens and a width
-    *(7, (1, 1), (1, 4), (32, 1), 64, 16, 4),
-    *(1, (1, 1), 32, 4, 8, 2, 128, 256),  # what was measured before is measured again: the quickest counts
+    *(7, (1, 1), (1, 4), 4, (32, 1), 16, 2, 64),
+    *(1, 3, 7, (1, 1), 4, 2, 5, 1, 3, 4, 2, 7, 5, 32, 128, 256),  # what is measured again: the quickest counts
 )
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph
@@ -102,7 +102,7 @@ class Profiler:
         """Measure a pass of so many rows, if it ends in time however dear rows are."""
         most_s = costs.pass_s(rows) if len(costs.curve.points) > 1 else rows * costs.pass_s(1)
         if rows < self._target.info.context and self._clock.now() + most_s <= deadline:
-            seconds = self._rows_s(rows) / costs.scale
+            seconds = self._rows_s(rows)
             costs.curve.move(rows, min(seconds, costs.curve.points.get(rows, seconds)), 1.0)
 
     def _rounds(self, costs: CostModel, drafter: Drafter, length: int, width: int, deadline: float) -> None:

@@ -20,10 +20,12 @@ class Candidate(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """The pass that drafts are added to. `seconds(drafted, requests_by_step)` is a whole round with so many drafts."""
+    """The pass that drafts are added to. `seconds(drafted, rows_by_step)` is a whole round with so many drafts. A draft
+    step has a row for each request, and the first step one more for each whose last chain was kept whole: the drafter
+    has not read that chain's last token."""
 
     tokens: float  # that it emits without the candidates' drafts
-    seconds: Callable[[int, Sequence[int]], float]
+    seconds: Callable[[int, Sequence[float]], float]
 
 
 class Choice(NamedTuple):
@@ -56,17 +58,18 @@ def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: flo
             if chance >= LEAST_CHANCE
         ]
     )
-    tokens, steps = setting.tokens, list[int]()
+    tokens, steps, whole = setting.tokens, list[float](), dict[int, float]()
     best, best_count, result = _objective(tokens, plain_s, token_s), 0, (tokens, plain_s)
-    for count, (chance, position, _) in enumerate(pairs, 1):
+    for count, (chance, position, place) in enumerate(pairs, 1):
         tokens -= chance
+        whole[place] = -chance
         if position == len(steps):
             steps.append(0)
         steps[position] += 1
         # Equal chances of several requests belong together: they are looked at once the last of them is in.
         if count < len(pairs) and pairs[count][:2] == (chance, position):
             continue
-        seconds = setting.seconds(count, steps)
+        seconds = setting.seconds(count, [steps[0] + sum(whole.values()), *steps[1:]])
         value = _objective(tokens, seconds, token_s)
         if value > best:
             best, best_count, result = value, count, (tokens, seconds)
@@ -83,11 +86,12 @@ def choose_uniform(
     best = Choice({}, setting.tokens, setting.seconds(0, ()))
     for width in widths:
         reaches = [candidate.reach[:width] for candidate in candidates]
-        steps = [sum([len(reach) > step for reach in reaches]) for step in range(width)]
-        if not steps or not steps[-1]:
+        if all(len(reach) < width or reach[-1] < LEAST_CHANCE for reach in reaches):
             break
+        steps = [sum([len(reach) > step for reach in reaches]) for step in range(width)]
         tokens = setting.tokens + sum([sum(reach) for reach in reaches])
-        seconds = setting.seconds(sum(steps), steps)
+        whole = sum([reach[-1] for reach in reaches if reach])
+        seconds = setting.seconds(sum(steps), [steps[0] + whole, *steps[1:]])
         if _objective(tokens, seconds, token_s) > _objective(best.tokens, best.seconds, token_s):
             chosen = {
                 candidate.place: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach

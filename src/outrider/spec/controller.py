@@ -156,7 +156,7 @@ class WidthController:
         pays = (
             bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
         )
-        is_sure = pays and bool(self._best(self._candidates(batch, free, DOUBT_DEVIATIONS), steady, None).widths)
+        is_sure = pays and self._still_pays(best, self._candidates(batch, free, DOUBT_DEVIATIONS), steady, plain_s)
         pays = pays and (is_sure or self.account.covers(0.0, self._left_s(batch)))
         if pays:
             self._token_s = best.seconds / best.tokens
@@ -193,16 +193,21 @@ class WidthController:
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
         """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
         uniform = choose_uniform(candidates, setting, WIDTHS, token_s)
-        if self._uniform:
+        if self._uniform or len(candidates) == 1:
             return uniform
         pairs = choose_pairs(candidates, setting, token_s)
         return pairs if pairs.gain(uniform, token_s) > GAIN else uniform
 
+    def _still_pays(self, choice: Choice, doubted: Sequence[Candidate], setting: Setting, plain_s: float) -> bool:
+        """Whether the chosen widths gain something even if acceptance is as low as it may well be."""
+        gained = sum([sum(one.reach[: choice.widths.get(one.place, 0)]) for one in doubted])
+        return (setting.tokens + gained) * plain_s > setting.tokens * choice.seconds
+
     def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str]) -> Setting:
         costs, context, names = self.costs, self._context, set(free.values())
 
-        def seconds(drafted: int, requests_by_step: Sequence[int]) -> float:
-            draft_s = max([costs.draft_s(name, requests_by_step) for name in names], default=0.0)
+        def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
+            draft_s = max([costs.draft_s(name, rows_by_step) for name in names], default=0.0)
             return costs.pass_s(rows + drafted, num_jobs, context) + draft_s
 
         return Setting(num_jobs, seconds)

@@ -2,20 +2,31 @@
 
 A profile at load gives the first points (`engine/profile.py`); rounds correct them while the engine runs:
 
-    pass_s = scale * curve(rows) + per_token * context + per_request * (requests - 1)
+    pass_s = curve(rows) * ratio(rows) + per_token * context + per_request * (requests - 1)
 
-`curve` is piecewise linear through measured row counts. `scale` follows the machine (it slows down, it shares a core),
-the slopes are regressions over the rounds seen, and a row count that is visited moves its own point of the curve.
+`curve` is piecewise linear through profiled row counts. `ratio` is how much longer passes take than that: measured for
+the row counts that rounds have, and like their neighbours' for all others. The slopes are regressions over rounds.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import log, sqrt
 
-FIRST_ROUNDS = 8  # in which the scale is found
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
 FOLLOW = 0.1  # how far a moving average goes towards a new round
-RECENT = 16  # rounds in which a row count counts as seen lately
+# Variances of the logarithm of a ratio: 0.01 is about a tenth
+UNSURE_OF_ALL = 0.09  # of a profile as a whole,
+UNSURE_OF_ONE = 0.01  # and of one row count in it
+DRIFT_OF_ALL = 1e-4  # in a round, of the machine,
+DRIFT_OF_ONE = 3e-5  # and of a row count for itself
+NOISE = 0.005  # of a round
+MOST_ROW_COUNTS = 24  # that are told apart
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -68,6 +79,74 @@ class Curve:
                 points[other] = here
 
 
+class Ratios:
+    """How much longer passes take than the curve says, by rows: a Kalman filter.
+
+    Its state are the logarithms of the ratios at some row counts; between those they are linear, outside of them like
+    the nearest. All drift together, as the machine becomes slower or faster, and each a little by itself. A round
+    measures one of them, and the others follow as far as they are known to go along.
+    """
+
+    def __init__(self, rows: Iterable[int] = ()) -> None:
+        self._rows: list[int] = []
+        self._logs = np.zeros(0)
+        self._covariance = np.zeros((0, 0))
+        self._values: list[float] = []
+        for one in sorted(rows):
+            self._add(one)
+
+    def __call__(self, rows: float) -> float:
+        known, values = self._rows, self._values
+        right = bisect_left(known, rows)
+        if right < len(known) and known[right] == rows:
+            return values[right]
+        if right == 0 or right == len(known):
+            return values[max(0, right - 1)] if values else 1.0
+        low, high = known[right - 1], known[right]
+        return values[right - 1] + (values[right] - values[right - 1]) * (rows - low) / (high - low)
+
+    def observe(self, rows: int, ratio: float) -> None:
+        if rows not in self._rows and len(self._rows) < MOST_ROW_COUNTS:
+            self._add(rows)
+        covariance, weights = self._covariance, self._weights(rows)
+        covariance += DRIFT_OF_ALL
+        covariance.flat[:: len(self._rows) + 1] += DRIFT_OF_ONE
+        shared = covariance @ weights
+        variance = float(weights @ shared) + NOISE
+        surprise = log(ratio) - float(weights @ self._logs)
+        most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
+        self._logs += shared * (min(most, max(-most, surprise)) / variance)
+        covariance -= np.outer(shared, shared / variance)
+        self._values = np.exp(self._logs).tolist()
+
+    def _weights(self, rows: int) -> Floats:
+        """What each row count of the state has in this one."""
+        known, weights = self._rows, np.zeros(len(self._rows))
+        right = bisect_left(known, rows)
+        if right == 0 or right == len(known) or known[right] == rows:
+            weights[min(right, len(known) - 1)] = 1.0
+        else:
+            low, high = known[right - 1], known[right]
+            weights[right] = (rows - low) / (high - low)
+            weights[right - 1] = 1.0 - weights[right]
+        return weights
+
+    def _add(self, rows: int) -> None:
+        """A row count joins the state: so far it was known from its neighbours."""
+        if self._rows:
+            weights = self._weights(rows)
+            shared, value = self._covariance @ weights, float(weights @ self._logs)
+            variance = float(weights @ shared)
+        else:
+            shared, value, variance = np.zeros(0), 0.0, UNSURE_OF_ALL
+        place = bisect_left(self._rows, rows)
+        self._rows.insert(place, rows)
+        self._logs = np.insert(self._logs, place, value)
+        self._covariance = np.insert(np.insert(self._covariance, place, shared, axis=0), place, 0.0, axis=1)
+        self._covariance[:, place] = np.insert(shared, place, variance + UNSURE_OF_ONE)
+        self._values = np.exp(self._logs).tolist()
+
+
 class Slope:
     """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean,
     and only what moves away from that teaches. Negative slopes are noise, and count as 0."""
@@ -102,10 +181,9 @@ class CostModel:
         self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
-        self.scale = 1.0
+        self.ratio = Ratios(self.curve.points)
         self.num_rounds = 0
-        self._seen: dict[int, int] = {}  # rows -> the last round that fed so many
-        self._prefills: dict[int, float] = {}  # rows -> seconds of passes that were longer than all before
+        self._seen: dict[int, int] = {}  # rows -> the last round with so many
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._by_context = Slope(spread=16.0)
@@ -116,7 +194,7 @@ class CostModel:
         self.is_profile = False
         self.num_rounds = 0
         self._seen.clear()
-        self._prefills.clear()
+        self.ratio = Ratios(self.curve.points)
 
     @property
     def is_known(self) -> bool:
@@ -129,20 +207,21 @@ class CostModel:
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
-        return self.scale * self.curve(rows) + extra
+        return self.curve(rows) * self.ratio(rows) + extra
 
-    def step_s(self, drafter: str, requests: int) -> float:
-        """One draft step for so many requests. More rows cost a draft relatively as much as they cost the target."""
-        if requests == 0:
+    def step_s(self, drafter: str, rows: float) -> float:
+        """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
+        if rows == 0:
             return 0.0
-        return self.steps.get(drafter, 0.0) * self.scale * self.curve(requests) / self.curve(1)
+        return self.steps.get(drafter, 0.0) * self.ratio(rows) * self.curve(rows) / self.curve(1)
 
-    def draft_s(self, drafter: str, requests_by_step: Sequence[int]) -> float:
-        """Chains: how many requests still want a token at each step."""
-        if not requests_by_step:
+    def draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
+        """Chains: how many rows each step has."""
+        if not rows_by_step:
             return 0.0
-        start_s = self.scale * self.starts.get(drafter, 0.0)
-        return start_s + sum([self.step_s(drafter, requests) for requests in requests_by_step])
+        start_s = self.ratio(1) * self.starts.get(drafter, 0.0)
+        seconds = {rows: self.step_s(drafter, rows) for rows in set(rows_by_step)}  # most steps are alike
+        return start_s + sum([seconds[rows] for rows in rows_by_step])
 
     def read_s(self, drafter: str, tokens: int, requests: int) -> float:
         """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
@@ -161,43 +240,28 @@ class CostModel:
         if not self.is_known:
             self.curve.move(rows, seconds, 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
-        expected = self.scale * self.curve(rows) + slopes
-        if rows in self.curve.points:
-            seconds = min(seconds, OUTLIER * expected)
+        expected = self.curve(rows) * self.ratio(rows) + slopes
+        seconds = min(seconds, OUTLIER * expected)
         self._by_context.add(rows, context, seconds)
         self._by_request.add(rows, requests, seconds - self._by_context.value * context)
-        own = max(seconds - slopes, 0.1 * seconds) / self.scale
+        own = max(seconds - slopes, 0.1 * seconds)
         if self.is_profile:
             self.curve.move(rows, own, 0.5)
-        else:
-            self._correct(rows, own)
+            return
+        self.ratio.observe(rows, own / self.curve(rows))
         self._seen[rows] = self.num_rounds
-        if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.scale - 1.0) > DRIFT:
+        if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
 
-    def _correct(self, rows: int, seconds: float) -> None:
-        """What a round differs by is in part the scale's, most of all in the first rounds: they tell how far off the
-        profile is as a whole. The rest is this row count's. One that was not seen lately moves halfway."""
-        is_recent = rows in self.curve.points and self.rounds_since(rows) <= RECENT
-        share = max(FOLLOW, 1.0 / (2 + self.num_rounds))
-        before = self.curve(rows)
-        factor = 1.0 + share * (seconds / before - 1.0)
-        self.scale *= factor
-        follow = FOLLOW if is_recent else 0.5
-        self.curve.move(rows, before + follow * (seconds / factor - before), 1.0)
-        if self.num_rounds <= FIRST_ROUNDS:
-            for prefill, prefill_s in self._prefills.items():
-                self.curve.move(prefill, prefill_s / self.scale, 1.0)
-
-    def observe_draft(self, drafter: str, requests_by_step: Sequence[int], seconds: float) -> None:
-        """Chains took so long to draft, with nothing to catch up on. The first step counts each row that it read."""
-        expected = self.draft_s(drafter, requests_by_step)
+    def observe_draft(self, drafter: str, rows_by_step: Sequence[float], seconds: float) -> None:
+        """Chains took so long to draft, with nothing to catch up on."""
+        expected = self.draft_s(drafter, rows_by_step)
         if self.is_profile:
-            self._profile_draft(drafter, len(requests_by_step), seconds)
+            self._profile_draft(drafter, len(rows_by_step), seconds)
         elif drafter not in self.steps or expected <= 0.0:
-            units = sum([self.curve(requests) for requests in requests_by_step]) / self.curve(1)
-            self.steps[drafter] = seconds / (self.scale * units)
+            units = sum([self.curve(rows) * self.ratio(rows) for rows in rows_by_step]) / self.curve(1)
+            self.steps[drafter] = seconds / units
         else:
             factor = 1.0 + 2.0 * FOLLOW * (min(seconds / expected, OUTLIER) - 1.0)
             self.steps[drafter] *= factor
@@ -212,8 +276,8 @@ class CostModel:
         if long > short:
             further_s = (profiled[long] - profiled[short]) / (long - short)
             step_s = min(step_s, max(LEAST_STEP * step_s, further_s))
-        self.steps[drafter] = step_s / self.scale
-        self.starts[drafter] = profiled[short] / self.scale - short * self.steps[drafter]
+        self.steps[drafter] = step_s
+        self.starts[drafter] = profiled[short] - short * self.steps[drafter]
 
     def observe_read(self, drafter: str, tokens: int, requests: int, seconds: float) -> None:
         """Catching up on so many tokens took so much longer than drafting alone."""
@@ -227,5 +291,4 @@ class CostModel:
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
         if self.is_known and rows > max(self.curve.points):
-            self._prefills[rows] = seconds  # it is looked at again, as long as the scale is hardly known
-            self.curve.move(rows, seconds / self.scale, 1.0)
+            self.curve.move(rows, seconds / self.ratio(rows), 1.0)
