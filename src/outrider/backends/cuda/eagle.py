@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from outrider.backends.cuda.forward import Constants
+from outrider.backends.cuda.graphs import RECORDED
 from outrider.backends.cuda.head_chain import MOST_RECORDED, ChainShape, HeadChain
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import (
@@ -26,7 +27,7 @@ from outrider.backends.cuda.layout import (
     tile_for,
 )
 from outrider.backends.cuda.measuring import Greedy
-from outrider.backends.cuda.program import RECORDED, Model, Work, build_work
+from outrider.backends.cuda.program import Model, Work, build_work
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.head_base import Entries, Judged
 from outrider.backends.torch_common import on, sent
@@ -106,8 +107,7 @@ class HeadRoller:
             ),
             frequencies=torch.tensor(layer.rope.frequencies, device=self._device),
             scratch=pages.num_pages * pages.page_size,
-            pool=target.pool,
-            stream=target.stream,
+            graphs=target.graphs,
         )
         self._programs: dict[tuple[Shape, bool], HeadProgram] = {}  # and whether it only reads
         self._chains: dict[ChainShape, HeadChain] = {}

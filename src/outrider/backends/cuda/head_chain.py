@@ -18,9 +18,9 @@ import torch
 
 from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose
+from outrider.backends.cuda.graphs import RECORDED
 from outrider.backends.cuda.head_program import HeadProgram
 from outrider.backends.cuda.layout import Rows
-from outrider.backends.cuda.program import RECORDED, recorded
 from outrider.backends.eagle_head import EagleHead
 from outrider.backends.torch_common import sent
 from outrider.kv.pages import Page
@@ -137,7 +137,8 @@ class HeadChain:
             return
         self._compute()
         if graphs and self._runs >= RECORDED:
-            self._graph = recorded(self.read.model.pool, self.read.model.stream, self._compute)
+            assert self.read.model.graphs is not None, "this model has no graphs"
+            self._graph = self.read.model.graphs.record(self._compute)
         elif graphs:
             novelty.note()  # it will not go on like this
 

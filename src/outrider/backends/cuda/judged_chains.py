@@ -3,12 +3,12 @@ needs for them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from outrider.backends.cuda.graphs import RECORDED, Graphs
 from outrider.backends.cuda.judging import rule
-from outrider.backends.cuda.program import RECORDED, recorded
 
 
 class Kind(NamedTuple):
@@ -24,10 +24,10 @@ class JudgedChains:
     """For chains that only the device knows, and that nobody judges by rejection. `run` may be called again and again;
     what it returned last is overwritten."""
 
-    def __init__(self, kind: Kind, about: tuple[torch.Tensor, torch.Tensor], where: Any) -> None:
-        """about: rows and jobs as `judging` takes them. where: memory and stream of graphs; None: there are none."""
+    def __init__(self, kind: Kind, about: tuple[torch.Tensor, torch.Tensor], graphs: Graphs | None) -> None:
+        """about: rows and jobs as `judging` takes them. graphs: None where there are none."""
         rows, jobs = about
-        self._where, self._runs = where, 0
+        self._graphs, self._runs = graphs, 0
         self._logits = torch.empty(kind.rows, kind.columns, device=rows.device)
         self._tokens = torch.empty(kind.drafted, dtype=torch.int32, device=rows.device)
         self._settings = torch.empty(kind.rows, 2, device=rows.device)
@@ -55,9 +55,8 @@ class JudgedChains:
             return self._numbers
         self._compute()
         numbers = self._numbers
-        if self._where is not None and self._runs >= RECORDED:
-            pool, stream = self._where
-            self._graph = recorded(pool, stream, self._compute)  # `_numbers` are the graph's now, and not yet computed
+        if self._graphs is not None and self._runs >= RECORDED:
+            self._graph = self._graphs.record(self._compute)  # `_numbers` are the graph's now, and not yet computed
         return numbers
 
     def _compute(self) -> None:

@@ -12,6 +12,7 @@ from outrider.backends.base import Spans
 from outrider.backends.checks import check_spans
 from outrider.backends.cuda import twins
 from outrider.backends.cuda.forward import Constants, Long
+from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.layout import (
     GRAPH_ROWS,
     MASK_BITS,
@@ -125,8 +126,7 @@ class Passes(PagedSequences):
             ),
             frequencies=torch.tensor(spec.rope.frequencies, device=self.device),
             scratch=scratch,
-            pool=torch.cuda.graph_pool_handle() if self._has_graphs else None,
-            stream=torch.cuda.Stream(self.device) if self._has_graphs else None,  # type: ignore[no-untyped-call]
+            graphs=Graphs(self.device) if self._has_graphs else None,
         )
         self._programs: dict[Hashable, Program] = {}
         self._work: dict[int, Work] = {}  # by rows: programs run one after another, and what they leave is copied

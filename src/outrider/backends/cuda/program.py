@@ -7,21 +7,17 @@ the cache that belongs to nobody.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from outrider.backends.cuda import novelty
 from outrider.backends.cuda.forward import Buffers, Constants, Long, build_buffers, run_layers
+from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.layout import Ints, Rows, Shape, fill, most_splits, size_of, view
 from outrider.backends.weights import Weights
 from outrider.models.base import TransformerSpec
-
-RECORDED = 3  # runs after which what comes in many shapes is a graph: most of them come once or twice
-_recording = threading.Lock()
 
 
 class Model(NamedTuple):
@@ -34,8 +30,7 @@ class Model(NamedTuple):
     constants: Constants
     frequencies: torch.Tensor
     scratch: int  # the place that belongs to nobody
-    pool: Any = None  # memory that all graphs share
-    stream: Any = None  # that they are recorded on
+    graphs: Graphs | None = None  # None: passes run kernel by kernel
 
 
 @dataclass(slots=True)
@@ -173,7 +168,8 @@ class Program:
 
     def record(self) -> None:
         """From the next run on it is a graph. Has run at least once, so that nothing is built while recording."""
-        self._graph = recorded(self.model.pool, self.model.stream, self.compute)
+        assert self.model.graphs is not None, "this model has no graphs"
+        self._graph = self.model.graphs.record(self.compute)
 
     def compute(self) -> None:
         """The pass itself, kernel by kernel, over what was staged."""
@@ -210,29 +206,3 @@ class Program:
         """The states of some rows, which the next run leaves alone: one copy for all layers."""
         some = self._held[:, rows].clone() if isinstance(rows, slice) else self._held.index_select(1, rows)
         return dict(zip(self.hidden, some.unbind(), strict=True))
-
-
-def recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What it launches as a graph. It has run at least once, so that nothing is built while recording."""
-    try:
-        graph = _recorded(pool, stream, compute)
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()  # memory that is kept for later is not given back while a graph is recorded
-        graph = _recorded(pool, stream, compute)
-    novelty.note()
-    return graph
-
-
-def _recorded(pool: Any, stream: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
-    # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
-    # (`torch.cuda.graph` would give back all memory that is kept for later first, and the next rounds pay for that.)
-    with _recording, torch.cuda.stream(stream):
-        torch.cuda.synchronize()
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            compute()
-        finally:
-            graph.capture_end()
-    return graph

@@ -20,6 +20,7 @@ import torch
 
 from outrider.backends.cuda import novelty
 from outrider.backends.cuda.choosing import choose, spread
+from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.judged_chains import JudgedChains, Kind
 from outrider.backends.cuda.judging import JOB, OUT, ROW, rule
 from outrider.backends.torch_common import on, sent
@@ -99,7 +100,7 @@ class DeviceSampling(SamplingOps):
         self._nothings: dict[Hashable, torch.Tensor] = {}
         self._forms: dict[Hashable, Form] = {}
         self._judged_chains: dict[Kind, JudgedChains] = {}
-        self._recording: tuple[Any, Any] | None = None
+        self._recording: Graphs | None = None
 
     @property
     def queues(self) -> bool:
@@ -232,10 +233,9 @@ class DeviceSampling(SamplingOps):
         out, _ = rule(logits, judged, drafts.probs, asked, there, settings.warmth, rejects=rejects, branches=branches)
         return torch.cat([out.flatten(), tokens.int()]) if is_unseen else out.flatten()
 
-    def _graphs(self) -> tuple[Any, Any] | None:
-        """Memory and a stream for them."""
+    def _graphs(self) -> Graphs | None:
         if self.device.type == "cuda" and self._recording is None:
-            self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._recording = Graphs(self.device)
         return self._recording
 
     def _asked(self, form: Form, jobs: Sequence[Job], settings: Settings) -> torch.Tensor:
