@@ -32,8 +32,8 @@ log = logging.getLogger("outrider")
 SECONDS = 0.5
 PASSES = 12  # one-row passes, where those take longer
 PLAN: tuple[int | tuple[int, int], ...] = (  # a pass of so many rows, or a prompt of so many tokens and a width
-    *(7, (1, 1), (1, 4), 4, (32, 1), 16, 2, 64),
-    *(1, 3, 7, (1, 1), 4, 2, 5, 1, 3, 4, 2, 7, 5, 32, 128, 256),  # what is measured again: the quickest counts
+    *(8, (1, 1), (1, 4), 4, (32, 1), 16, 2, 64),
+    *(1, 3, 8, (1, 1), 4, 2, 6, 1, 3, 4, 2, 8, 6, 32, 128, 256),  # what is measured again: the quickest counts
 )
 TENANT = "\0profile"  # its prompts are found by no request
 WARM_PROMPTS = (9, 20, 40, 60, 70, 90, 120, 180, 250, 300, 380, 500, 600)  # tokens: each size of a pass is a graph

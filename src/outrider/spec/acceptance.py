@@ -37,11 +37,12 @@ class Positions:
         self.verified = [0.0] * DEPTH
 
     def add(self, accepted: int, drafted: int, decay: float) -> None:
-        """`accepted` leading tokens of `drafted` were kept; the next one was rejected, if there was one."""
+        """`accepted` leading tokens of `drafted` were kept; the next one was rejected, if there was one. Behind that
+        nothing was learned, and what is known of those positions fades: it is from when they were reached."""
         kept, verified = self.kept, self.verified
-        for position in range(min(drafted, accepted + 1, DEPTH)):
+        for position in range(min(drafted, DEPTH)):
             kept[position] = kept[position] * decay + (position < accepted)
-            verified[position] = verified[position] * decay + 1.0
+            verified[position] = verified[position] * decay + (position <= accepted)
 
     def fade(self, share: float, least: float) -> None:
         """Evidence counts for a share of what it did, and for `least` verified tokens at least; means stay."""

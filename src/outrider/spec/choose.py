@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
+WIDER = 1.01  # times as many tokens per second that a wider draft must bring: less is noise, and requests drift apart
 
 
 class Candidate(NamedTuple):
@@ -92,7 +93,8 @@ def choose_uniform(
         tokens = setting.tokens + sum([sum(reach) for reach in reaches])
         whole = sum([reach[-1] for reach in reaches if reach])
         seconds = setting.seconds(sum(steps), [steps[0] + whole, *steps[1:]])
-        if _objective(tokens, seconds, token_s) > _objective(best.tokens, best.seconds, token_s):
+        least = WIDER if best.widths and token_s is None else 1.0
+        if _objective(tokens, seconds, token_s) > least * _objective(best.tokens, best.seconds, token_s):
             chosen = {
                 candidate.place: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
             }

@@ -21,7 +21,7 @@ from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
-from outrider.spec.cost_model import OUTLIER, CostModel
+from outrider.spec.cost_model import CostModel
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands
@@ -203,11 +203,13 @@ class WidthController:
         gained = sum([sum(one.reach[: choice.widths.get(one.place, 0)]) for one in doubted])
         return (setting.tokens + gained) * plain_s > setting.tokens * choice.seconds
 
-    def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str]) -> Setting:
+    def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str], hopeful: bool = False) -> Setting:
+        """hopeful: drafting costs as little as it may."""
         costs, context, names = self.costs, self._context, set(free.values())
+        draft = costs.least_draft_s if hopeful else costs.draft_s
 
         def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
-            draft_s = max([costs.draft_s(name, rows_by_step) for name in names], default=0.0)
+            draft_s = max([draft(name, rows_by_step) for name in names], default=0.0)
             return costs.pass_s(rows + drafted, num_jobs, context) + draft_s
 
         return Setting(num_jobs, seconds)
@@ -238,7 +240,8 @@ class WidthController:
         rested = self.costs.num_rounds - self._probed
         setting = self._setting(self._fed, num_jobs, free)
         hopeful = [Candidate(one.place, [1.0] * len(one.reach)) for one in candidates]
-        hope, now_s = choose_uniform(hopeful, setting, WIDTHS), setting.seconds(0, ())
+        at_best = self._setting(self._fed, num_jobs, free, hopeful=True)
+        hope, now_s = choose_uniform(hopeful, at_best, WIDTHS), setting.seconds(0, ())
         if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:
             return
         entries = {one.place: self._entry_s(batch.decode[one.place], free[one.place]) for one in candidates}
@@ -316,11 +319,11 @@ class WidthController:
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
+        self._learn_costs(batch, drafts, times, outcomes)
         self._balance(batch, times, outcomes)
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
             self._pace = (PACE_DECAY * self._pace[0] + times.round_s, PACE_DECAY * self._pace[1] + emitted)
-        self._learn_costs(batch, drafts, times, outcomes)
         kept_any = drafted_any = False
         for job, outcome in outcomes:
             if not job.drafters:
@@ -342,7 +345,11 @@ class WidthController:
         return self._count(batch)
 
     def _balance(self, batch: Batch, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
-        """Book what the round's drafts gained or lost against plain decoding."""
+        """Book what the round's drafts gained or lost against plain decoding.
+
+        What rows cost is taken from the costs, this round included: its own time alone is mostly noise, and a machine
+        that is busy for a moment would look like a loss by drafting.
+        """
         gained = 0.0
         drafted = sum([outcome.drafted for _, outcome in outcomes])
         is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
@@ -350,8 +357,6 @@ class WidthController:
             rows, num_jobs = times.num_fed, len(batch.decode)
             plain_s = self.costs.pass_s(rows - drafted, num_jobs, self._context)
             pass_s = self.costs.pass_s(rows, num_jobs, self._context)
-            if times.steady:  # beside a prompt, what drafts took is lost in the noise
-                pass_s = min(times.pass_s, OUTLIER * pass_s)  # a hiccup of the machine is no loss
             kept = sum([outcome.accepted for _, outcome in outcomes])
             if self._reason == PROBE and num_jobs > 1:
                 kept = 0  # a few requests that end earlier do not make the batch faster

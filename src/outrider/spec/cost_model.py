@@ -23,9 +23,9 @@ FOLLOW = 0.1  # how far a moving average goes towards a new round
 # Variances of the logarithm of a ratio: 0.01 is about a tenth
 UNSURE_OF_ALL = 0.09  # of a profile as a whole,
 UNSURE_OF_ONE = 0.01  # and of one row count in it
-DRIFT_OF_ALL = 1e-4  # in a round, of the machine,
-DRIFT_OF_ONE = 3e-5  # and of a row count for itself
-NOISE = 0.005  # of a round
+DRIFT_OF_ALL = 1e-4  # of the machine, in a round
+NOISE = 0.01  # of a round
+STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
 MOST_ROW_COUNTS = 24  # that are told apart
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
@@ -80,19 +80,20 @@ class Curve:
 
 
 class Ratios:
-    """How much longer passes take than the curve says, by rows: a Kalman filter.
+    """How much longer passes take than the curve says, by rows: a Kalman filter over logarithms.
 
-    Its state are the logarithms of the ratios at some row counts; between those they are linear, outside of them like
-    the nearest. All drift together, as the machine becomes slower or faster, and each a little by itself. A round
-    measures one of them, and the others follow as far as they are known to go along.
+    Its state is a level, which drifts as the machine becomes slower or faster, and how far some row counts are from it;
+    between those that is linear, outside of them like the nearest. A round measures the level and one row count. What
+    is not measured any more returns to the shape of the profile: else a row count that one slow round has made seem
+    dear would never be tried again.
     """
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
         self._rows: list[int] = []
-        self._logs = np.zeros(0)
-        self._covariance = np.zeros((0, 0))
+        self._state = np.zeros(1)  # the level, then each row count
+        self._covariance = np.full((1, 1), UNSURE_OF_ALL)
         self._values: list[float] = []
-        for one in sorted(rows):
+        for one in rows:
             self._add(one)
 
     def __call__(self, rows: float) -> float:
@@ -108,43 +109,41 @@ class Ratios:
     def observe(self, rows: int, ratio: float) -> None:
         if rows not in self._rows and len(self._rows) < MOST_ROW_COUNTS:
             self._add(rows)
-        covariance, weights = self._covariance, self._weights(rows)
-        covariance += DRIFT_OF_ALL
-        covariance.flat[:: len(self._rows) + 1] += DRIFT_OF_ONE
+        state, covariance, weights = self._state, self._covariance, self._weights(rows)
+        state[1:] *= STAY_PUT
+        covariance[1:] *= STAY_PUT
+        covariance[:, 1:] *= STAY_PUT
+        covariance.flat[:: len(state) + 1] += (1.0 - STAY_PUT * STAY_PUT) * UNSURE_OF_ONE
+        covariance[0, 0] += DRIFT_OF_ALL
         shared = covariance @ weights
         variance = float(weights @ shared) + NOISE
-        surprise = log(ratio) - float(weights @ self._logs)
+        surprise = log(ratio) - float(weights @ state)
         most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
-        self._logs += shared * (min(most, max(-most, surprise)) / variance)
+        state += shared * (min(most, max(-most, surprise)) / variance)
         covariance -= np.outer(shared, shared / variance)
-        self._values = np.exp(self._logs).tolist()
+        self._values = np.exp(state[0] + state[1:]).tolist()
 
     def _weights(self, rows: int) -> Floats:
-        """What each row count of the state has in this one."""
-        known, weights = self._rows, np.zeros(len(self._rows))
+        """What the level and each row count have in this one."""
+        known, weights = self._rows, np.zeros(len(self._state))
+        weights[0] = 1.0
         right = bisect_left(known, rows)
         if right == 0 or right == len(known) or known[right] == rows:
-            weights[min(right, len(known) - 1)] = 1.0
+            weights[1 + min(right, len(known) - 1)] = 1.0
         else:
             low, high = known[right - 1], known[right]
-            weights[right] = (rows - low) / (high - low)
-            weights[right - 1] = 1.0 - weights[right]
+            weights[1 + right] = (rows - low) / (high - low)
+            weights[right] = 1.0 - weights[1 + right]
         return weights
 
     def _add(self, rows: int) -> None:
-        """A row count joins the state: so far it was known from its neighbours."""
-        if self._rows:
-            weights = self._weights(rows)
-            shared, value = self._covariance @ weights, float(weights @ self._logs)
-            variance = float(weights @ shared)
-        else:
-            shared, value, variance = np.zeros(0), 0.0, UNSURE_OF_ALL
+        """A row count is told apart from here on."""
         place = bisect_left(self._rows, rows)
         self._rows.insert(place, rows)
-        self._logs = np.insert(self._logs, place, value)
-        self._covariance = np.insert(np.insert(self._covariance, place, shared, axis=0), place, 0.0, axis=1)
-        self._covariance[:, place] = np.insert(shared, place, variance + UNSURE_OF_ONE)
-        self._values = np.exp(self._logs).tolist()
+        self._state = np.insert(self._state, 1 + place, 0.0)
+        self._covariance = np.insert(np.insert(self._covariance, 1 + place, 0.0, axis=0), 1 + place, 0.0, axis=1)
+        self._covariance[1 + place, 1 + place] = UNSURE_OF_ONE
+        self._values = np.exp(self._state[0] + self._state[1:]).tolist()
 
 
 class Slope:
@@ -179,6 +178,7 @@ class CostModel:
         self.curve = Curve(points)
         self.steps = dict(steps or {})
         self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
+        self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.ratio = Ratios(self.curve.points)
@@ -223,6 +223,11 @@ class CostModel:
         seconds = {rows: self.step_s(drafter, rows) for rows in set(rows_by_step)}  # most steps are alike
         return start_s + sum([seconds[rows] for rows in rows_by_step])
 
+    def least_draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
+        """What drafting may cost at best: a profile that no round has confirmed may be off."""
+        share = 1.0 if drafter in self._drafted else 1.0 - DRIFT
+        return share * self.draft_s(drafter, rows_by_step)
+
     def read_s(self, drafter: str, tokens: int, requests: int) -> float:
         """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
         if tokens == 0:
@@ -263,7 +268,9 @@ class CostModel:
             units = sum([self.curve(rows) * self.ratio(rows) for rows in rows_by_step]) / self.curve(1)
             self.steps[drafter] = seconds / units
         else:
-            factor = 1.0 + 2.0 * FOLLOW * (min(seconds / expected, OUTLIER) - 1.0)
+            self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
+            share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
+            factor = 1.0 + share * (min(seconds / expected, OUTLIER) - 1.0)
             self.steps[drafter] *= factor
             self.starts[drafter] = self.starts.get(drafter, 0.0) * factor
 
