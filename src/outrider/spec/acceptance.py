@@ -13,6 +13,7 @@ from math import sqrt
 from outrider.draft.base import DrafterInfo
 
 DEPTH = 16  # positions that are told apart
+LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
 POOL_DECAY = 0.995
 OWN_DECAY = 0.97
 ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
@@ -77,7 +78,7 @@ class Acceptance:
         matched: int | None = None,
         doubt: float = 0.0,
     ) -> list[float]:
-        """For each position the probability that a chain is kept up to and including it.
+        """For each position the probability that a chain is kept up to and including it, as far as that is worth a row.
 
         alone: whether the request decodes alone. matched: of a lookup, the tokens that match before the proposal.
         doubt: standard deviations by which acceptance may well be worse than expected.
@@ -99,6 +100,8 @@ class Acceptance:
                 mean = max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence))
             reached *= mean
             chances.append(reached)
+            if reached < LEAST_CHANCE:
+                break
         return chances
 
     def add(self, job_id: int | None, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:

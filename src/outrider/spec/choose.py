@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
 WIDER = 1.01  # times as many tokens per second that a wider draft must bring: less is noise, and requests drift apart
 
 
@@ -56,7 +55,6 @@ def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: flo
             (-chance, position, candidate.place)
             for candidate in candidates
             for position, chance in enumerate(candidate.reach)
-            if chance >= LEAST_CHANCE
         ]
     )
     tokens, steps, whole = setting.tokens, list[float](), dict[int, float]()
@@ -87,7 +85,7 @@ def choose_uniform(
     best = Choice({}, setting.tokens, setting.seconds(0, ()))
     for width in widths:
         reaches = [candidate.reach[:width] for candidate in candidates]
-        if all(len(reach) < width or reach[-1] < LEAST_CHANCE for reach in reaches):
+        if all(len(reach) < width for reach in reaches):
             break
         steps = [sum([len(reach) > step for reach in reaches]) for step in range(width)]
         tokens = setting.tokens + sum([sum(reach) for reach in reaches])

@@ -156,7 +156,7 @@ class WidthController:
         pays = (
             bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
         )
-        is_sure = pays and self._still_pays(best, self._candidates(batch, free, DOUBT_DEVIATIONS), steady, plain_s)
+        is_sure = pays and self._still_pays(batch, free, best, plain_s)
         pays = pays and (is_sure or self.account.covers(0.0, self._left_s(batch)))
         if pays:
             self._token_s = best.seconds / best.tokens
@@ -176,13 +176,10 @@ class WidthController:
         else:
             self._probe(batch, free, candidates)
 
-    def _candidates(self, batch: Batch, free: Mapping[int, str], doubt: float = 0.0) -> list[Candidate]:
+    def _candidates(self, batch: Batch, free: Mapping[int, str]) -> list[Candidate]:
         alone = len(batch.decode) == 1
         return [
-            Candidate(
-                index,
-                self.acceptance.reach(batch.decode[index].id, name, batch.room[index], alone=alone, doubt=doubt),
-            )
+            Candidate(index, self.acceptance.reach(batch.decode[index].id, name, batch.room[index], alone=alone))
             for index, name in free.items()
         ]
 
@@ -198,10 +195,13 @@ class WidthController:
         pairs = choose_pairs(candidates, setting, token_s)
         return pairs if pairs.gain(uniform, token_s) > GAIN else uniform
 
-    def _still_pays(self, choice: Choice, doubted: Sequence[Candidate], setting: Setting, plain_s: float) -> bool:
+    def _still_pays(self, batch: Batch, free: Mapping[int, str], choice: Choice, plain_s: float) -> bool:
         """Whether the chosen widths gain something even if acceptance is as low as it may well be."""
-        gained = sum([sum(one.reach[: choice.widths.get(one.place, 0)]) for one in doubted])
-        return (setting.tokens + gained) * plain_s > setting.tokens * choice.seconds
+        num_jobs, gained = len(batch.decode), 0.0
+        for index, width in choice.widths.items():
+            job_id, name = batch.decode[index].id, free[index]
+            gained += sum(self.acceptance.reach(job_id, name, width, alone=num_jobs == 1, doubt=DOUBT_DEVIATIONS))
+        return (num_jobs + gained) * plain_s > num_jobs * choice.seconds
 
     def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str], hopeful: bool = False) -> Setting:
         """hopeful: drafting costs as little as it may."""
@@ -239,7 +239,7 @@ class WidthController:
         num_jobs = len(batch.decode)
         rested = self.costs.num_rounds - self._probed
         setting = self._setting(self._fed, num_jobs, free)
-        hopeful = [Candidate(one.place, [1.0] * len(one.reach)) for one in candidates]
+        hopeful = [Candidate(one.place, [1.0] * min(batch.room[one.place], WIDTHS[-1])) for one in candidates]
         at_best = self._setting(self._fed, num_jobs, free, hopeful=True)
         hope, now_s = choose_uniform(hopeful, at_best, WIDTHS), setting.seconds(0, ())
         if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:

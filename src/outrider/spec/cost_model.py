@@ -10,23 +10,17 @@ the row counts that rounds have, and like their neighbours' for all others. The 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import log, sqrt
-
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
-# Variances of the logarithm of a ratio: 0.01 is about a tenth
+# Variances: 0.01 is a tenth
 UNSURE_OF_ALL = 0.09  # of a profile as a whole,
 UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
 NOISE = 0.01  # of a round
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
-MOST_ROW_COUNTS = 24  # that are told apart
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -80,70 +74,55 @@ class Curve:
 
 
 class Ratios:
-    """How much longer passes take than the curve says, by rows: a Kalman filter over logarithms.
+    """How much longer passes take than the curve says, by rows: a Kalman filter that treats its parts as independent.
 
-    Its state is a level, which drifts as the machine becomes slower or faster, and how far some row counts are from it;
-    between those that is linear, outside of them like the nearest. A round measures the level and one row count. What
-    is not measured any more returns to the shape of the profile: else a row count that one slow round has made seem
-    dear would never be tried again.
+    A level drifts as the machine becomes slower or faster, and each row count differs from it by something of its own;
+    between row counts that were seen that is linear, outside of them like the nearest. A round measures the level and
+    one row count, and what it says is shared out by how unsure each is. What is not measured any more returns to the
+    shape of the profile: else a row count that one slow round has made seem dear would never be tried again.
     """
 
-    def __init__(self, rows: Iterable[int] = ()) -> None:
+    def __init__(self) -> None:
+        self._now = 0
+        self._level, self._unsure = 1.0, UNSURE_OF_ALL
+        self._own: dict[int, tuple[float, float, int]] = {}  # rows -> difference, its variance, the round of both
         self._rows: list[int] = []
-        self._state = np.zeros(1)  # the level, then each row count
-        self._covariance = np.full((1, 1), UNSURE_OF_ALL)
-        self._values: list[float] = []
-        for one in rows:
-            self._add(one)
 
     def __call__(self, rows: float) -> float:
-        known, values = self._rows, self._values
-        right = bisect_left(known, rows)
-        if right < len(known) and known[right] == rows:
-            return values[right]
-        if right == 0 or right == len(known):
-            return values[max(0, right - 1)] if values else 1.0
-        low, high = known[right - 1], known[right]
-        return values[right - 1] + (values[right] - values[right - 1]) * (rows - low) / (high - low)
+        return self._level * (1.0 + self._difference(rows))
 
     def observe(self, rows: int, ratio: float) -> None:
-        if rows not in self._rows and len(self._rows) < MOST_ROW_COUNTS:
-            self._add(rows)
-        state, covariance, weights = self._state, self._covariance, self._weights(rows)
-        state[1:] *= STAY_PUT
-        covariance[1:] *= STAY_PUT
-        covariance[:, 1:] *= STAY_PUT
-        covariance.flat[:: len(state) + 1] += (1.0 - STAY_PUT * STAY_PUT) * UNSURE_OF_ONE
-        covariance[0, 0] += DRIFT_OF_ALL
-        shared = covariance @ weights
-        variance = float(weights @ shared) + NOISE
-        surprise = log(ratio) - float(weights @ state)
-        most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
-        state += shared * (min(most, max(-most, surprise)) / variance)
-        covariance -= np.outer(shared, shared / variance)
-        self._values = np.exp(state[0] + state[1:]).tolist()
-
-    def _weights(self, rows: int) -> Floats:
-        """What the level and each row count have in this one."""
-        known, weights = self._rows, np.zeros(len(self._state))
-        weights[0] = 1.0
-        right = bisect_left(known, rows)
-        if right == 0 or right == len(known) or known[right] == rows:
-            weights[1 + min(right, len(known) - 1)] = 1.0
+        self._now += 1
+        unsure = self._unsure + DRIFT_OF_ALL
+        own = 1.0 + self._difference(rows)
+        own_unsure = UNSURE_OF_ONE
+        if rows in self._own:
+            _, before, seen = self._own[rows]
+            own_unsure += (before - UNSURE_OF_ONE) * STAY_PUT ** (2 * (self._now - seen))
         else:
-            low, high = known[right - 1], known[right]
-            weights[1 + right] = (rows - low) / (high - low)
-            weights[right] = 1.0 - weights[1 + right]
-        return weights
+            insort(self._rows, rows)
+        variance = unsure + own_unsure + NOISE
+        most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
+        surprise = min(most, max(-most, ratio / (self._level * own) - 1.0)) / variance
+        self._level *= 1.0 + unsure * surprise
+        self._unsure = unsure * (1.0 - unsure / variance)
+        own *= 1.0 + own_unsure * surprise
+        self._own[rows] = own - 1.0, own_unsure * (1.0 - own_unsure / variance), self._now
 
-    def _add(self, rows: int) -> None:
-        """A row count is told apart from here on."""
-        place = bisect_left(self._rows, rows)
-        self._rows.insert(place, rows)
-        self._state = np.insert(self._state, 1 + place, 0.0)
-        self._covariance = np.insert(np.insert(self._covariance, 1 + place, 0.0, axis=0), 1 + place, 0.0, axis=1)
-        self._covariance[1 + place, 1 + place] = UNSURE_OF_ONE
-        self._values = np.exp(self._state[0] + self._state[1:]).tolist()
+    def _difference(self, rows: float) -> float:
+        known = self._rows
+        right = bisect_left(known, rows)
+        if right == len(known):
+            return self._at(known[-1]) if known else 0.0
+        if right == 0 or known[right] == rows:
+            return self._at(known[right])
+        low, high = known[right - 1], known[right]
+        share = (rows - low) / (high - low)
+        return (1.0 - share) * self._at(low) + share * self._at(high)
+
+    def _at(self, rows: int) -> float:
+        difference, _, seen = self._own[rows]
+        return difference * STAY_PUT ** (self._now - seen)
 
 
 class Slope:
@@ -181,7 +160,7 @@ class CostModel:
         self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
-        self.ratio = Ratios(self.curve.points)
+        self.ratio = Ratios()
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round with so many
         self.is_profile = False  # whether one round settles a point
@@ -194,7 +173,7 @@ class CostModel:
         self.is_profile = False
         self.num_rounds = 0
         self._seen.clear()
-        self.ratio = Ratios(self.curve.points)
+        self.ratio = Ratios()
 
     @property
     def is_known(self) -> bool:

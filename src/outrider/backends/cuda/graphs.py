@@ -40,7 +40,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # A draft that runs ahead has a thread of its own, and only one graph can be recorded at a time. Each model
         # records on its own stream: what libraries keep for a stream, graphs that run side by side must not share.
-        # (`torch.cuda.graph` would give back all memory that is kept for later first, and the next rounds pay for that.)
+        # (`torch.cuda.graph` would first give back all memory that is kept for later, and the next rounds would pay.)
         with _recording, torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             graph.capture_begin(self._memory, capture_error_mode="thread_local")
