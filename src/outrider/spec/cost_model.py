@@ -50,14 +50,13 @@ class Curve:
         if right < len(known):
             high = known[right]
             return points[low] + (points[high] - points[low]) * (rows - low) / (high - low)
-        # Past the last point the mean slope so far is a cautious guess: rows are rarely cheaper there. So is the slope
-        # of the last half; that of two neighbours would be noise. Where a single point is known, a further row is taken
-        # for half as dear as those.
+        # Past the last point it goes on with the slope of the last half: that of two neighbours would be noise. What
+        # turns out to be dearer is corrected by the first round; what seemed too dear would not be tried. Where a single
+        # point is known, a further row is taken for half as dear as those.
         if len(known) == 1:
             return points[low] * (1.0 + 0.5 * (rows - low) / low)
-        begins = (known[0], known[max(0, bisect_right(known, low // 2) - 1)])
-        slope = max([(points[low] - points[begin]) / (low - begin) for begin in begins])
-        return points[low] + slope * (rows - low)
+        begin = known[max(0, bisect_right(known, low // 2) - 1)]
+        return points[low] + (points[low] - points[begin]) / (low - begin) * (rows - low)
 
     def move(self, rows: int, seconds: float, share: float) -> None:
         """Move the point at `rows` by a share of the way; a new one is set. More rows never cost less."""
@@ -225,7 +224,8 @@ class CostModel:
             self.curve.move(rows, seconds, 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
         expected = self.curve(rows) * self.ratio(rows) + slopes
-        seconds = min(seconds, OUTLIER * expected)
+        if not self.is_profile:
+            seconds = min(seconds, OUTLIER * expected)
         self._by_context.add(rows, context, seconds)
         self._by_request.add(rows, requests, seconds - self._by_context.value * context)
         own = max(seconds - slopes, 0.1 * seconds)
