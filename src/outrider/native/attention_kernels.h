@@ -136,50 +136,52 @@ INLINE void find_values(const KvView &kv, const Visible &visible, const typename
     for (int extra = 0; extra < visible.num_extras; extra++) add(visible.extras[extra]);
 }
 
-// Dimensions d to d + 16 * PARTS of the weighted values of Q queries, token after token.
+// Dimensions d to d + 16 * PARTS of the weighted values of Q queries, token after token: first those that all of them
+// see, then what each sees beyond. (A weight of 0 would not do for the others: a value may be infinite.)
 template <class Kv, int Q, int PARTS>
-INLINE void mix_values(const typename Kv::Element *const *values, int num_keys, const float (*weights)[KV_CHUNK], int d,
-                       float *const *partials) {
+INLINE void mix_values(const typename Kv::Element *const *values, int seen_by_all, const Query *queries,
+                       const float (*weights)[KV_CHUNK], int d) {
     constexpr int VECTORS = 16 * PARTS / LANES;
     F sums[Q][VECTORS];
     for (int q = 0; q < Q; q++)
         for (int v = 0; v < VECTORS; v++) sums[q][v] = V::zero();
-    for (int at = 0; at < num_keys; at++)
+    for (int at = 0; at < seen_by_all; at++)
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const F value = Kv::load(values[at] + d + v * LANES);
             UNROLL for (int q = 0; q < Q; q++) sums[q][v] = V::fma_one(sums[q][v], value, weights[q][at]);
         }
     UNROLL for (int q = 0; q < Q; q++)
-        UNROLL for (int v = 0; v < VECTORS; v++) V::store(partials[q] + d + v * LANES, sums[q][v]);
+        for (int at = seen_by_all; at < queries[q].num_keys; at++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                sums[q][v] = V::fma_one(sums[q][v], Kv::load(values[at] + d + v * LANES), weights[q][at]);
+    UNROLL for (int q = 0; q < Q; q++)
+        UNROLL for (int v = 0; v < VECTORS; v++) V::store(queries[q].partial + d + v * LANES, sums[q][v]);
 }
 
 template <class Kv, int Q>
 void attend_with(const KvView &kv, const Visible &visible, const Query *queries) {
     alignas(64) float scores[Q][KV_CHUNK];
     const float *vectors[Q];
-    float *partials[Q];
-    for (int q = 0; q < Q; q++) {
-        vectors[q] = queries[q].vector;
-        partials[q] = queries[q].partial;
-    }
+    for (int q = 0; q < Q; q++) vectors[q] = queries[q].vector;
     score_chunk<Kv, Q>(kv, visible, vectors, scores);
-    const int num_keys = visible.last - visible.first + visible.num_extras;
+    int seen_by_all = KV_CHUNK;
     for (int q = 0; q < Q; q++) {
         const int count = queries[q].num_keys;
-        softmax_chunk(scores[q], count, partials[q] + kv.padded_dim, partials[q] + kv.padded_dim + 1);
-        for (int at = count; at < num_keys; at++) scores[q][at] = 0.0f;  // keys that only other queries see
+        float *max_and_sum = queries[q].partial + kv.padded_dim;
+        softmax_chunk(scores[q], count, max_and_sum, max_and_sum + 1);
+        if (count < seen_by_all) seen_by_all = count;
     }
     const typename Kv::Element *values[KV_CHUNK];
     float scales[KV_CHUNK];
     find_values<Kv>(kv, visible, values, scales);
     if constexpr (Kv::SCALED)
         for (int q = 0; q < Q; q++)
-            for (int at = 0; at < num_keys; at++) scores[q][at] *= scales[at];
+            for (int at = 0; at < queries[q].num_keys; at++) scores[q][at] *= scales[at];
     constexpr int MOST = V::SUMS / Q * LANES / 16;  // as many sums as fit into the registers
     constexpr int PARTS = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
     int d = 0;
-    for (; d + 16 * PARTS <= kv.padded_dim; d += 16 * PARTS) mix_values<Kv, Q, PARTS>(values, num_keys, scores, d, partials);
-    for (; d < kv.padded_dim; d += 16) mix_values<Kv, Q, 1>(values, num_keys, scores, d, partials);
+    for (; d + 16 * PARTS <= kv.padded_dim; d += 16 * PARTS) mix_values<Kv, Q, PARTS>(values, seen_by_all, queries, scores, d);
+    for (; d < kv.padded_dim; d += 16) mix_values<Kv, Q, 1>(values, seen_by_all, queries, scores, d);
 }
 
 template <class Kv, int Q = V::QUERIES>

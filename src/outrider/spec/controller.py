@@ -171,7 +171,7 @@ class WidthController:
             self._reason, self._left = MEASURE, 1
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if not is_sure:
+            if not is_sure or not self.costs.has_seen(num_jobs + fixed + sum(best.widths.values())):
                 self._left = 1  # look again at once
         else:
             self._probe(batch, free, candidates)

@@ -50,13 +50,14 @@ class Curve:
         if right < len(known):
             high = known[right]
             return points[low] + (points[high] - points[low]) * (rows - low) / (high - low)
-        # Past the last point it goes on with the slope of the last half: that of two neighbours would be noise. What
-        # turns out to be dearer is corrected by the first round; what seemed too dear would not be tried. Where a single
-        # point is known, a further row is taken for half as dear as those.
+        # Past the last point it goes on with the slope of the last half, that of two neighbours would be noise; where
+        # it was steeper before, halfway between both. Where a single point is known, a further row is taken for half as
+        # dear as those.
         if len(known) == 1:
             return points[low] * (1.0 + 0.5 * (rows - low) / low)
-        begin = known[max(0, bisect_right(known, low // 2) - 1)]
-        return points[low] + (points[low] - points[begin]) / (low - begin) * (rows - low)
+        begins = (known[0], known[max(0, bisect_right(known, low // 2) - 1)])
+        whole, last = ((points[low] - points[begin]) / (low - begin) for begin in begins)
+        return points[low] + max(last, 0.5 * (whole + last)) * (rows - low)
 
     def move(self, rows: int, seconds: float, share: float) -> None:
         """Move the point at `rows` by a share of the way; a new one is set. More rows never cost less."""
@@ -215,6 +216,10 @@ class CostModel:
     def rounds_since(self, rows: int) -> int:
         """Rounds since a pass of so many rows was measured."""
         return self.num_rounds - self._seen.get(rows, 0)
+
+    def has_seen(self, rows: int) -> bool:
+        """Whether a round had so many rows; a profile alone may be off."""
+        return rows in self._seen
 
     def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
         """A round took so long, beside its drafts."""
