@@ -95,6 +95,7 @@ def test_what_runs_without_torch() -> None:
         "choosing",
         "eagle",
         "forward",
+        "graphs",
         "head_chain",
         "head_program",
         "judged_chains",

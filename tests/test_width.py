@@ -235,6 +235,15 @@ def test_rows_that_were_not_seen_keep_their_place_beside_those_that_are(seed: in
         assert costs.pass_s(3) / costs.pass_s(1) == pytest.approx(1.2, rel=0.35)
 
 
+def test_fewer_rows_than_were_ever_measured_are_learned() -> None:
+    costs = CostModel({8: 2.0, 16: 3.0})
+    for _ in range(8):
+        costs.observe_pass(8, 1, 0.0, 3.0)
+    assert not costs.knows(1)
+    costs.observe_pass(1, 1, 0.0, 1.2)
+    assert costs.knows(1) and costs.pass_s(1) == pytest.approx(1.2, rel=0.1)
+
+
 def test_costs_follow_a_slower_machine() -> None:
     costs = CostModel({1: 1.0, 5: 2.0})
     for _ in range(8):

@@ -225,8 +225,8 @@ class CostModel:
         """A round took so long, beside its drafts."""
         self.num_rounds += 1
         seconds = max(seconds, LEAST_S)
-        if not self.is_known:
-            self.curve.move(rows, seconds, 1.0)
+        if not self.knows(rows):  # below all that were profiled nothing could be told
+            self.curve.move(rows, seconds / self.ratio(rows), 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
         expected = self.curve(rows) * self.ratio(rows) + slopes
         if not self.is_profile:
