@@ -173,7 +173,6 @@ def test_a_tree_across_chunks_of_keys(isa: str, window: int, kv_type: str, tmp_p
         backend.close(slot)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8"])
 def test_a_token_that_breaks_the_model_breaks_no_row_before_it(isa: str, kv_type: str, tmp_path: Path) -> None:
     """Rows of a chain read keys and values together; a value that is not a number must stay with those that see it."""
@@ -191,10 +190,11 @@ def test_a_token_that_breaks_the_model_breaks_no_row_before_it(isa: str, kv_type
         return backend.score(Spans([slot], [0], [len(text)], [len(text)], np.array(text))).logits
 
     wanted, seen = rows([4, 100, 7]), rows([4, 100, 7, 50, 9])
-    assert np.isfinite(wanted).all() and not np.isfinite(seen[3:]).any(axis=1).all()
+    assert np.isfinite(wanted).all() and not np.isfinite(seen[3]).all()
     assert np.array_equal(seen[:3], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_long_walks(isa: str, seed: int, tmp_path: Path) -> None:
     for name in SHAPES:

@@ -256,7 +256,7 @@ def test_costs_follow_a_slower_machine() -> None:
     assert costs.pass_s(5) > 3.0, "passes that were not seen get slower, too"
 
 
-def test_many_different_sizes_of_a_pass_are_learned_in_little_memory() -> None:
+def test_many_different_sizes_of_a_pass_are_learned() -> None:
     costs = CostModel({1: 1.0, 64: 4.0})
     for number in range(2000):
         rows = 1 + 7 * number % 64
