@@ -82,22 +82,23 @@ def choose_uniform(
     candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int], token_s: float | None = None
 ) -> Choice:
     """One width of a few for all requests; each keeps to its own room within it. token_s: as for `choose_pairs`."""
-    best = Choice({}, setting.tokens, setting.seconds(0, ()))
+    plain_s = setting.seconds(0, ())
+    best, chosen, result = _objective(setting.tokens, plain_s, token_s), 0, (setting.tokens, plain_s)
+    longest = max([len(candidate.reach) for candidate in candidates], default=0)
+    tokens, steps = setting.tokens, list[float]()
     for width in widths:
-        reaches = [candidate.reach[:width] for candidate in candidates]
-        if all(len(reach) < width for reach in reaches):
+        if width > longest:
             break
-        steps = [sum([len(reach) > step for reach in reaches]) for step in range(width)]
-        tokens = setting.tokens + sum([sum(reach) for reach in reaches])
-        whole = sum([reach[-1] for reach in reaches if reach])
-        seconds = setting.seconds(sum(steps), [steps[0] + whole, *steps[1:]])
-        least = WIDER if best.widths and token_s is None else 1.0
-        if _objective(tokens, seconds, token_s) > least * _objective(best.tokens, best.seconds, token_s):
-            chosen = {
-                candidate.place: len(reach) for candidate, reach in zip(candidates, reaches, strict=True) if reach
-            }
-            best = Choice(chosen, tokens, seconds)
-    return best
+        for step in range(len(steps), width):
+            reached = [candidate.reach[step] for candidate in candidates if len(candidate.reach) > step]
+            tokens += sum(reached)
+            steps.append(len(reached))
+        whole = sum([candidate.reach[:width][-1] for candidate in candidates if candidate.reach])
+        seconds = setting.seconds(int(sum(steps)), [steps[0] + whole, *steps[1:]])
+        value = _objective(tokens, seconds, token_s)
+        if value > best * (WIDER if chosen and token_s is None else 1.0):
+            best, chosen, result = value, width, (tokens, seconds)
+    return Choice({one.place: min(chosen, len(one.reach)) for one in candidates if chosen and one.reach}, *result)
 
 
 def _objective(tokens: float, seconds: float, token_s: float | None) -> float:

@@ -13,7 +13,7 @@ they find is cut where the next row costs more than it is expected to gain (`tri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.draft.base import DrafterInfo
@@ -93,13 +93,14 @@ class WidthController:
 
     def choose(self, batch: Batch) -> list[Asks]:
         """For each decode job which drafters propose how much, within its room. Fixed widths stay as they are."""
-        free = {
-            index: name
-            for index, (job, room) in enumerate(zip(batch.decode, batch.room, strict=True))
-            if room and job.width is None and (name := self._computing(job)) is not None
-        }
-        self._fed = sum(batch.chunks) + sum([len(job.tokens) - job.cached for job in batch.decode])
-        self._fed += sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
+        free: dict[int, str] = {}
+        self._fed = sum(batch.chunks)
+        for index, (job, room) in enumerate(zip(batch.decode, batch.room, strict=True)):
+            self._fed += len(job.tokens) - job.cached
+            if job.width is not None:
+                self._fed += room
+            elif room and (name := self._computing(job)) is not None:
+                free[index] = name
         self._context = sum([job.cached for job in batch.jobs])
         key = (bool(batch.prefill), *[job.id for job in batch.decode])
         if key != self._key or self._left <= 0:
@@ -137,7 +138,10 @@ class WidthController:
 
     def _computing(self, job: Job) -> str | None:
         """The job's first drafter that computes; lookups need no decision."""
-        return next((name for name in job.drafters if name not in self._lookups), None)
+        for name in job.drafters:
+            if name not in self._lookups:
+                return name
+        return None
 
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
         num_jobs = len(batch.decode)
@@ -153,11 +157,10 @@ class WidthController:
         candidates = self._candidates(batch, free)
         best = self._best(candidates, steady, None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        pays = (
-            bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(batch, free, best, ratio)
-        )
+        entry_s, left_s = self._entry_s(batch, free, best.widths), self._left_s(batch)
+        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(entry_s, left_s, ratio)
         is_sure = pays and self._still_pays(batch, free, best, plain_s)
-        pays = pays and (is_sure or self.account.covers(0.0, self._left_s(batch)))
+        pays = pays and (is_sure or self.account.covers(entry_s, left_s))
         if pays:
             self._token_s = best.seconds / best.tokens
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
@@ -214,20 +217,17 @@ class WidthController:
 
         return Setting(num_jobs, seconds)
 
-    def _repays(self, batch: Batch, free: Mapping[int, str], best: Choice, ratio: float) -> bool:
+    def _entry_s(self, batch: Batch, free: Mapping[int, str], places: Collection[int]) -> float:
+        """Seconds until the drafters of these jobs have caught up."""
+        unread = sum([self._unread_tokens(batch.decode[place]) for place in places])
+        return max([self.costs.read_s(free[place], unread, len(places)) for place in places], default=0.0)
+
+    def _repays(self, entry_s: float, left_s: float, ratio: float) -> bool:
         """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before.
 
         What is hardly a gain does not count: requests of a batch that drift apart take it away.
         """
-        unread = sum([self._unread_tokens(batch.decode[index]) for index in best.widths])
-        entry_s = max([self.costs.read_s(free[index], unread, len(best.widths)) for index in best.widths])
-        if entry_s == 0.0:
-            return True
-        return self._left_s(batch) * (1.0 - STAY / ratio) > REPAY * entry_s + self.account.debt
-
-    def _entry_s(self, job: Job, drafter: str) -> float:
-        """Seconds to read what the drafter has not seen of the job. A few tokens are part of every proposal."""
-        return self.costs.read_s(drafter, self._unread_tokens(job), 1)
+        return entry_s == 0.0 or left_s * (1.0 - STAY / ratio) > REPAY * entry_s + self.account.debt
 
     def _unread_tokens(self, job: Job) -> int:
         """Tokens of the job that its drafter has not read; a few are part of every proposal, and do not count."""
@@ -244,7 +244,7 @@ class WidthController:
         hope, now_s = choose_uniform(hopeful, at_best, WIDTHS), setting.seconds(0, ())
         if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:
             return
-        entries = {one.place: self._entry_s(batch.decode[one.place], free[one.place]) for one in candidates}
+        entries = {one.place: self._entry_s(batch, free, [one.place]) for one in candidates}
         cheapest = sorted(candidates, key=lambda one: entries[one.place])[: max(1, num_jobs // 4)]
         total = 0.0
         for candidate in cheapest:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
+from math import inf, sqrt
 
 FOLLOW = 0.1  # how far a moving average goes towards a new round
 # Variances: 0.01 is a tenth
@@ -36,6 +36,11 @@ class Curve:
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self.points = dict(points or {})
         self._rows = sorted(self.points)
+
+    @property
+    def first(self) -> float:
+        """The least row count that was measured."""
+        return self._rows[0] if self._rows else inf
 
     def __call__(self, rows: float) -> float:
         known, points = self._rows, self.points
@@ -133,10 +138,7 @@ class Slope:
         self._least = spread * spread  # variance of the quantity below which little can be learned
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._weight = self._variance = self._covariance = 0.0
-
-    @property
-    def value(self) -> float:
-        return max(0.0, self._covariance / (self._variance + self._least))
+        self.value = 0.0
 
     def add(self, rows: int, quantity: float, seconds: float) -> None:
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
@@ -147,6 +149,7 @@ class Slope:
         self._weight = SLOPE_DECAY * self._weight + 1.0
         self._variance += (away * (quantity - mean_quantity) - self._variance) / self._weight
         self._covariance += ((quantity - mean_quantity) * off - self._covariance) / self._weight
+        self.value = max(0.0, self._covariance / (self._variance + self._least))
 
 
 class CostModel:
@@ -182,7 +185,7 @@ class CostModel:
 
     def knows(self, rows: int) -> bool:
         """Whether a pass of so many rows or fewer was measured: without one, more rows seem to cost nothing."""
-        return any(known <= rows for known in self.curve.points)
+        return rows >= self.curve.first
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
@@ -198,9 +201,13 @@ class CostModel:
         """Chains: how many rows each step has."""
         if not rows_by_step:
             return 0.0
-        start_s = self.ratio(1) * self.starts.get(drafter, 0.0)
-        seconds = {rows: self.step_s(drafter, rows) for rows in set(rows_by_step)}  # most steps are alike
-        return start_s + sum([seconds[rows] for rows in rows_by_step])
+        seconds = self.ratio(1) * self.starts.get(drafter, 0.0)
+        before, step_s = 0.0, 0.0
+        for rows in rows_by_step:
+            if rows != before:  # most steps are like the one before
+                before, step_s = rows, self.step_s(drafter, rows)
+            seconds += step_s
+        return seconds
 
     def least_draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
         """What drafting may cost at best: a profile that no round has confirmed may be off."""

@@ -220,8 +220,10 @@ def _adopted(name: str, target: Backend, drafts: Drafts) -> Drafts:
 def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequence[bool], drafts: Drafts) -> None:
     """Drafts come from plug-ins too: they must fit what was asked for."""
     counts = drafts.counts
-    whole = all(isinstance(count, int) for count in [*counts, drafts.steps])
-    if not whole or len(counts) != len(widths) or not all(0 <= c <= w for c, w in zip(counts, widths, strict=True)):
+    fit = len(counts) == len(widths) and isinstance(drafts.steps, int)
+    for count, width in zip(counts, widths, strict=False):
+        fit = fit and isinstance(count, int) and 0 <= count <= width
+    if not fit:
         raise DraftError(f"the {name} draft proposed {counts} tokens where {list(widths)} were allowed")
     total, shape = sum(counts), tuple(drafts.tokens.shape)
     if shape != (total,) or not _is_whole(drafts.tokens.dtype):
@@ -241,8 +243,9 @@ def _check_shapes(name: str, info: ModelInfo, widths: Sequence[int], trees: Sequ
             )
     if drafts.matched and len(drafts.matched) != len(counts):
         raise DraftError(f"the {name} draft told {len(drafts.matched)} lengths of matches for {len(counts)} proposals")
-    if not all(isinstance(job, Job) and isinstance(reason, str) for job, reason in drafts.fallbacks):
-        raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
+    for job, reason in drafts.fallbacks:
+        if not isinstance(job, Job) or not isinstance(reason, str):
+            raise DraftError(f"the {name} draft gave fallbacks that are not (job, reason) pairs")
 
 
 @lru_cache(maxsize=32)  # names of types take longer than all else here
