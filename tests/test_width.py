@@ -306,6 +306,18 @@ def test_the_first_rounds_tell_how_far_off_a_profile_is_at_rows_it_never_saw() -
     assert costs.pass_s(4) < 0.93 * 1.6, "plain decoding is cheaper than profiled, too"
 
 
+def test_a_context_slope_is_not_learned_from_noise() -> None:
+    """A few wide rounds that vary by a twentieth, while contexts grow fast, made the context look dear: plain decoding
+    seemed slow, and drafting that loses was kept up."""
+    seconds = []
+    for seed in range(40):
+        dice, costs = random.Random(seed), CostModel({1: 1.0, 16: 16.0, 112: 112.0})
+        for number in range(6):
+            costs.observe_pass(112, 16, 300.0 + 112.0 * number, 112.0 * dice.uniform(0.95, 1.05))
+        seconds.append(costs.pass_s(16, 16, 2000.0) - costs.pass_s(16, 16, 0.0))
+    assert sum(seconds) / len(seconds) < 1.0, "of 16 s on average, and nothing would be right"
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):

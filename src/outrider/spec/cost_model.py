@@ -132,24 +132,31 @@ class Ratios:
 
 class Slope:
     """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean,
-    and only what moves away from that teaches. Negative slopes are noise, and count as 0."""
+    and only what moves away from that teaches. The slope is shrunk by its own uncertainty (positive-part James-Stein):
+    a few noisy rounds teach nothing."""
 
-    def __init__(self, spread: float) -> None:
-        self._least = spread * spread  # variance of the quantity below which little can be learned
-        self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
-        self._weight = self._variance = self._covariance = 0.0
+    def __init__(self) -> None:
         self.value = 0.0
+        self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
+        self._weight = 0.0
+        self._variance = self._covariance = self._noise = 0.0  # of the quantity, of both, and of the seconds
 
     def add(self, rows: int, quantity: float, seconds: float) -> None:
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
         weight = SLOPE_DECAY * weight + 1.0
         away, off = quantity - mean_quantity, seconds - mean_seconds
         mean_quantity += away / weight
-        self._means[rows] = (weight, mean_quantity, mean_seconds + off / weight)
+        mean_seconds += off / weight
+        self._means[rows] = (weight, mean_quantity, mean_seconds)
         self._weight = SLOPE_DECAY * self._weight + 1.0
         self._variance += (away * (quantity - mean_quantity) - self._variance) / self._weight
         self._covariance += ((quantity - mean_quantity) * off - self._covariance) / self._weight
-        self.value = max(0.0, self._covariance / (self._variance + self._least))
+        self._noise += (off * (seconds - mean_seconds) - self._noise) / self._weight
+        self.value = 0.0
+        if self._covariance > 0.0 and self._weight > 2.0:
+            slope = self._covariance / self._variance
+            unsure = (self._noise / self._variance - slope * slope) / (self._weight - 2.0)  # its variance
+            self.value = max(0.0, slope - max(0.0, unsure) / slope)
 
 
 class CostModel:
@@ -168,8 +175,8 @@ class CostModel:
         self._seen: dict[int, int] = {}  # rows -> the last round with so many
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
-        self._by_context = Slope(spread=16.0)
-        self._by_request = Slope(spread=1.0)
+        self._by_context = Slope()
+        self._by_request = Slope()
 
     def end_profile(self) -> None:
         """From here on rounds correct what was measured: the first ones much, later ones little."""
