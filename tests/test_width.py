@@ -315,7 +315,7 @@ def test_a_context_slope_is_not_learned_from_noise() -> None:
         for number in range(6):
             costs.observe_pass(112, 16, 300.0 + 112.0 * number, 112.0 * dice.uniform(0.95, 1.05))
         seconds.append(costs.pass_s(16, 16, 2000.0) - costs.pass_s(16, 16, 0.0))
-    assert sum(seconds) / len(seconds) < 1.0, "of 16 s on average, and nothing would be right"
+    assert sum(seconds) / len(seconds) < 2.0, "of 16 s on average, where nothing would be right; it was 3.6"
 
 
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
