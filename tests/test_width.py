@@ -23,9 +23,9 @@ from outrider.sched.scheduler import NO_REWIND, ONE_DRAFT
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import ALLOWED_LOSS, MOST_ROUNDS, Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
-from outrider.spec.controller import PROBE, WIDTHS
+from outrider.spec.controller import MEASURE, PROBE, WIDTHS
 from outrider.spec.cost_model import CostModel
-from outrider.types import Event, Request, SamplingParams, Scores
+from outrider.types import Drafts, Event, Job, Request, SamplingParams, Scores, Verdicts
 
 from conftest import drafter_of
 
@@ -304,6 +304,29 @@ def test_the_first_rounds_tell_how_far_off_a_profile_is_at_rows_it_never_saw() -
     for _ in range(16):
         costs.observe_pass(8, 4, 0.0, 0.8 * 2.4)
     assert costs.pass_s(4) < 0.93 * 1.6, "plain decoding is cheaper than profiled, too"
+
+
+def test_a_device_that_is_given_rounds_ahead_says_itself_what_they_take() -> None:
+    """Launching takes no time, so by the host's clock drafts cost nothing; and where the width changes, the device has
+    waited for the host. Single plain rounds looked three times as dear as they are."""
+    ours, clock, before = engine(), VirtualClock(), [0]
+    judge = ours.loop.target.ops.judge
+
+    def late_judge(jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        verdicts, counts = judge(jobs, drafts, scores), list(drafts.counts)
+        verdicts.is_late, before[:] = counts != before, counts
+        clock.sleep(1.0 + 0.1 * max(counts) + 2.0 * verdicts.is_late)
+        verdicts.seconds = None if verdicts.is_late else (0.1 * max(counts), 1.0)
+        return verdicts
+
+    ours.loop.clock = ours.loop.router._clock = clock
+    ours.loop.target.ops.judge = late_judge
+    counts = ours.generate([1, 2], seed=1, max_tokens=1500).statistics
+    costs = ours.loop.controller.costs
+    assert costs.pass_s(1) == pytest.approx(1.0, rel=0.1)
+    assert costs.draft_s("model", [1, 1, 1]) == pytest.approx(0.3, rel=0.2)
+    assert counts.reasons[MEASURE] >= 4 and counts.widths[0] >= 4, "plain rounds in pairs: the first is late"
+    assert counts.tokens_per_round > 2.0
 
 
 def test_a_context_slope_is_not_learned_from_noise() -> None:

@@ -7,7 +7,7 @@ the width chooser and people read it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,7 +31,21 @@ class RoundTimes:
     steady: bool
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
     skip: bool = False  # something was built in this round: it says nothing of later ones
+    is_late: bool = False  # a device that is given rounds ahead waited for the host: nobody knows what took how long
     host_s: float = 0.0  # everything else that a round is: scheduling, stop conditions, delivery
+    device_s: tuple[float, float] | None = None  # of drafting and of the rest, where a device measured them
+
+    def end(self, seconds: float, drafters: dict[str, float], makers: Collection[str]) -> None:
+        """The round is over after so many seconds of the host, of which drafters took some.
+
+        A device that is given rounds ahead works on the next one by then: its own clock says what this one took.
+        """
+        self.drafters, self.draft_s = drafters, sum(drafters.values())
+        self.host_s = max(0.0, seconds - self.draft_s - self.score_s - self.judge_s)
+        if self.device_s is not None:
+            self.draft_s, self.score_s = self.device_s
+            self.judge_s = self.host_s = 0.0
+            self.drafters = dict.fromkeys(makers, self.draft_s / max(1, len(makers)))
 
     @property
     def pass_s(self) -> float:

@@ -433,10 +433,10 @@ class Batch:
 
 
 class Watch(Protocol):
-    """Measures what a device that nobody waits for spends on a round."""
+    """Measures what a device that nobody waits for spends on drafting."""
 
-    def seconds(self) -> tuple[float, float]:
-        """Of drafting, and from there to the verdict. Asked once that is known."""
+    def seconds(self) -> float:
+        """Of drafting. Asked once the verdict is known."""
 
 
 @dataclass(slots=True)
@@ -546,9 +546,9 @@ class Verdicts:
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
-    `seconds` are those of drafting and of the pass, where the device measured them (`DeviceDrafts.watch`). A round is a
-    `first` when something was built for it that later ones will find: what it took says nothing of them. It is
-    `late` when its pass was not queued before somebody asked, though it could have been: among others it takes less.
+    `seconds` are those of drafting and of the rest of the round, where a device that is given rounds ahead measured
+    them. A round is a `first` when something was built for it that later ones will find, and `late` when its pass was
+    not queued before somebody asked, though it could have been: what such rounds take says nothing of others.
     """
 
     accepted: Array  # [B]

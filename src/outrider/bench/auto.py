@@ -1,7 +1,7 @@
 """Is the engine's own choice of width as good as the best fixed one? Plain, `auto` and fixed widths take turns.
 
 Every width has an engine of its own in one process, with the same model and drafters. They answer each prompt at the
-same time and by turns of a tenth of a second, so that a slow second of the machine hits all alike. Ratios are of
+same time and by short turns, so that a slow moment of the machine hits all alike. Ratios are of
 seconds a token, by kind of work and for all; answers are greedy.
 """
 
@@ -18,7 +18,7 @@ from outrider.bench.work import Work
 from outrider.engine.engine import Engine
 
 FIXED = (1, 2, 3, 5)
-TURN_S = 0.1
+TURN_S = 0.02  # a few rounds: a slow moment of the machine lasts longer, and hits all alike
 WARM = "Tell me about the weather in a place that you know."
 
 

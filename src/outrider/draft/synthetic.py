@@ -61,7 +61,7 @@ class Spoiling:
         if inner is None:
             return None
         lasts, ends = [job.tokens[-1] for job in jobs], [len(job.tokens) for job in jobs]
-        return SpoiledDrawing(inner, self._said(jobs, lasts, ends, steps, further))
+        return SpoiledDrawing(inner, self._said(jobs, lasts, ends, steps, further), self._ops)
 
     def _said(
         self, jobs: Sequence[Job], lasts: Sequence[int], ends: Sequence[int], steps: int, further: Array | None = None
@@ -78,8 +78,8 @@ class Spoiling:
 class SpoiledDrawing:
     """Draws for the price of it, and gives what it was told."""
 
-    def __init__(self, inner: Drawing, said: Array) -> None:
-        self._inner, self._said, self._step = inner, said, 0
+    def __init__(self, inner: Drawing, said: Array, ops: SamplingOps) -> None:
+        self._inner, self._said, self._ops, self._step = inner, said, ops, 0
 
     @property
     def watch(self) -> Watch | None:
@@ -97,5 +97,6 @@ class SpoiledDrawing:
     def result(self, counts: Sequence[int]) -> tuple[Array, Array | None]:
         steps, whole = self._said.shape[1], self._said.reshape(-1)
         if any(count != steps for count in counts):
-            whole = whole[[job * steps + step for job, count in enumerate(counts) for step in range(count)]]
+            kept = [job * steps + step for job, count in enumerate(counts) for step in range(count)]
+            whole = whole[self._ops.integers(kept)]  # a list would wait for all that the device has to do
         return whole, None

@@ -196,6 +196,7 @@ class Loop:
         steady = num_fed == sum(scores.counts) and not batch.prefill  # a row for every token: no prompt
         draft_s = sum(self.router.seconds.values())
         times = RoundTimes(draft_s, score_s, judge_s, drafts.steps, num_fed, steady, skip=verdicts.is_first)
+        times.is_late, times.device_s = verdicts.is_late, verdicts.seconds
         return [Round(batch, drafts, scores, verdicts, times)]
 
     def _hints(self, batch: Batch, drafts: Drafts) -> list[int]:
@@ -410,9 +411,7 @@ class Loop:
     def _count(self, batch: Batch, drafts: Drafts, times: RoundTimes, emissions: list[Emission]) -> None:
         """Statistics of the pass, for every job in it and for the loop."""
         now = self.clock.now()
-        times.drafters = self.router.seconds
-        times.draft_s = sum(times.drafters.values())
-        times.host_s = max(0.0, now - self._begun - times.draft_s - times.score_s - times.judge_s)
+        times.end(now - self._begun, self.router.seconds, {maker for maker in drafts.makers if maker})
         pass_s = times.pass_s
         self.scheduler.pass_s = min(pass_s, 0.9 * self.scheduler.pass_s + 0.1 * pass_s)
         num_jobs, num_emitted = len(batch.decode), 0

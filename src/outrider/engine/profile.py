@@ -90,7 +90,7 @@ class Profiler:
             return
         began, one_row_s = self._clock.now(), self._rows_s(1)
         deadline = began + max(SECONDS, PASSES * one_row_s)
-        costs.curve.move(1, one_row_s, 1.0)
+        costs.profile_pass(1, one_row_s)
         for item in PLAN:
             if isinstance(item, int):
                 self._pass(costs, item, deadline)
@@ -102,8 +102,7 @@ class Profiler:
         """Measure a pass of so many rows, if it ends in time however dear rows are."""
         most_s = costs.pass_s(rows) if len(costs.curve.points) > 1 else rows * costs.pass_s(1)
         if rows < self._target.info.context and self._clock.now() + most_s <= deadline:
-            seconds = self._rows_s(rows)
-            costs.curve.move(rows, min(seconds, costs.curve.points.get(rows, seconds)), 1.0)
+            costs.profile_pass(rows, self._rows_s(rows))
 
     def _rounds(self, costs: CostModel, drafter: Drafter, length: int, width: int, deadline: float) -> None:
         """Rounds of a dummy request until one drafts, if there is time: a head waits for the target's first hidden

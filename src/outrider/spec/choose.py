@@ -82,13 +82,14 @@ def choose_uniform(
     candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int], token_s: float | None = None
 ) -> Choice:
     """One width of a few for all requests; each keeps to its own room within it. token_s: as for `choose_pairs`."""
-    plain_s = setting.seconds(0, ())
-    best, chosen, result = _objective(setting.tokens, plain_s, token_s), 0, (setting.tokens, plain_s)
+    seconds = setting.seconds(0, ())
+    best, chosen, result = _objective(setting.tokens, seconds, token_s), 0, (setting.tokens, seconds)
     longest = max([len(candidate.reach) for candidate in candidates], default=0)
     tokens, steps = setting.tokens, list[float]()
+    most = tokens + sum([sum(candidate.reach) for candidate in candidates])
     for width in widths:
-        if width > longest:
-            break
+        if width > longest or _objective(most, seconds, token_s) < best:
+            break  # nothing wider can be better: it takes no less, and brings no more than all
         for step in range(len(steps), width):
             reached = [candidate.reach[step] for candidate in candidates if len(candidate.reach) > step]
             tokens += sum(reached)

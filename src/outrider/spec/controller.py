@@ -83,6 +83,8 @@ class WidthController:
         self._fed = 1  # rows of the pass without free drafts
         self._context = 0
         self._is_drafting = False  # because it pays, not as a probe
+        self._widest = 0
+        self._is_switch = False  # whether the widest draft has another width than in the round before
         self._probed = -HOLD  # the round of the last probe
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
         self.account = Account()
@@ -107,8 +109,10 @@ class WidthController:
             self._key, self._left = key, HOLD
             self._decide(batch, free)
         self._left -= 1
+        widest = max(self._widths.values(), default=0)
+        self._is_switch, self._widest = widest != self._widest, widest
         if not self.costs.knows(len(batch.decode)):  # an engine without a profile: plain decoding is measured first
-            self._widths, self._reason, self._left = {}, MEASURE, 0
+            self._widths, self._reason = {}, MEASURE
             return self.fixed(batch)
         return [self._asks(job, room) for job, room in zip(batch.decode, batch.room, strict=True)]
 
@@ -171,11 +175,13 @@ class WidthController:
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
         is_plain_due = self.costs.rounds_since(num_jobs + fixed) >= PLAIN_EVERY
         if pays and is_plain_due and self.account.pay(plain_s * (1.0 - 1.0 / ratio)):
-            self._reason, self._left = MEASURE, 1
+            self._reason = MEASURE
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if not is_sure or not self.costs.has_seen(num_jobs + fixed + sum(best.widths.values())):
+            if not self.costs.has_seen(num_jobs + fixed + sum(best.widths.values())):
                 self._left = 1  # look again at once
+            elif not is_sure:
+                self._left = HOLD // 4  # and soon
         else:
             self._probe(batch, free, candidates)
 
@@ -239,10 +245,8 @@ class WidthController:
         num_jobs = len(batch.decode)
         rested = self.costs.num_rounds - self._probed
         setting = self._setting(self._fed, num_jobs, free)
-        hopeful = [Candidate(one.place, [1.0] * min(batch.room[one.place], WIDTHS[-1])) for one in candidates]
-        at_best = self._setting(self._fed, num_jobs, free, hopeful=True)
-        hope, now_s = choose_uniform(hopeful, at_best, WIDTHS), setting.seconds(0, ())
-        if hope.tokens / hope.seconds < GAIN * num_jobs / now_s:
+        now_s = setting.seconds(0, ())
+        if not self._may_pay(batch, free, candidates, now_s):
             return
         entries = {one.place: self._entry_s(batch, free, [one.place]) for one in candidates}
         cheapest = sorted(candidates, key=lambda one: entries[one.place])[: max(1, num_jobs // 4)]
@@ -259,6 +263,20 @@ class WidthController:
                 self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
                 self._probe_gap = min(2 * self._probe_gap, LONGEST_GAP)
             self.acceptance.age(name, self.costs.num_rounds)
+
+    def _may_pay(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate], now_s: float) -> bool:
+        """Whether some width would pay if all its drafts were kept and cost as little as they may."""
+        num_jobs = len(batch.decode)
+        at_best = self._setting(self._fed, num_jobs, free, hopeful=True)
+        most = max([batch.room[one.place] for one in candidates])
+        for width in WIDTHS:
+            if width > most:
+                break
+            drafted = [min(width, batch.room[one.place]) for one in candidates]
+            rows_by_step = [2 * len(drafted), *[len(drafted)] * (width - 1)]
+            if (num_jobs + sum(drafted)) * now_s >= GAIN * num_jobs * at_best.seconds(sum(drafted), rows_by_step):
+                return True
+        return False
 
     def _probe_width(self, candidate: Candidate, setting: Setting, now_s: float) -> tuple[int, float]:
         """The width that loses least for each token it verifies, and what it loses."""
@@ -310,8 +328,12 @@ class WidthController:
         return gains.index(max(gains)) + 1 if max(gains, default=0.0) > rival else 0
 
     def repeats(self, batch: Batch) -> bool:
-        """Whether the next round will most likely have the widths of this one, so that a device may be given it."""
-        return self._reason not in (PROBE, MEASURE) or all(job.width is not None for job in batch.decode)
+        """Whether the next round will most likely have the widths of this one, so that a device may be given it.
+
+        A probe is a single round. Plain decoding is measured by the second of two: a device waits for the first.
+        """
+        goes_on = self._left == HOLD - 1 if self._reason == MEASURE else self._reason != PROBE
+        return goes_on or all(job.width is not None for job in batch.decode)
 
     # Learning
 
@@ -320,6 +342,8 @@ class WidthController:
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
         self._learn_costs(batch, drafts, times, outcomes)
+        if self._reason == MEASURE and not self._says_nothing(times):
+            self._left = 0  # it is measured
         self._balance(batch, times, outcomes)
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
@@ -374,7 +398,13 @@ class WidthController:
     def _learn_costs(
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
     ) -> None:
-        if times.skip:
+        if self._says_nothing(times):
+            return
+        if times.is_late:  # drafting is taken to have taken what it does
+            makers = {outcome.maker for _, outcome in outcomes if outcome.depth} - self._lookups
+            draft_s = sum([self.costs.draft_s(name, _requests_by_step(outcomes, name)) for name in makers])
+            if times.steady:
+                self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.round_s - draft_s)
             return
         if times.steady:
             self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.pass_s)
@@ -393,6 +423,11 @@ class WidthController:
             elif steps and not drafts.parents:
                 steps[0] += sum([self._unread.get(job.id, 0) for job in batch.decode if name in job.wanted])
                 self.costs.observe_draft(name, steps, seconds)
+
+    def _says_nothing(self, times: RoundTimes) -> bool:
+        """A device that is given rounds ahead waits for the host where the width changes: what that costs is the
+        change's, not the width's."""
+        return times.skip or (times.is_late and self._is_switch)
 
     def _count(self, batch: Batch) -> dict[tuple[int, str], int]:
         """The decisions of this round, counted for each request and for all."""

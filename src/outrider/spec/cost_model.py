@@ -171,6 +171,7 @@ class CostModel:
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.ratio = Ratios()
+        self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self.num_rounds = 0
         self._seen: dict[int, int] = {}  # rows -> the last round with so many
         self.is_profile = False  # whether one round settles a point
@@ -183,6 +184,7 @@ class CostModel:
         self.is_profile = False
         self.num_rounds = 0
         self._seen.clear()
+        self._rows_s.clear()
         self.ratio = Ratios()
 
     @property
@@ -196,13 +198,20 @@ class CostModel:
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
-        return self.curve(rows) * self.ratio(rows) + extra
+        return self.rows_s(rows) + extra
+
+    def rows_s(self, rows: float) -> float:
+        """What rows alone cost."""
+        seconds = self._rows_s.get(rows)
+        if seconds is None:
+            seconds = self._rows_s[rows] = self.curve(rows) * self.ratio(rows)
+        return seconds
 
     def step_s(self, drafter: str, rows: float) -> float:
         """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
         if rows == 0:
             return 0.0
-        return self.steps.get(drafter, 0.0) * self.ratio(rows) * self.curve(rows) / self.curve(1)
+        return self.steps.get(drafter, 0.0) * self.rows_s(rows) / self.curve(1)
 
     def draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
         """Chains: how many rows each step has."""
@@ -238,6 +247,7 @@ class CostModel:
     def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
         """A round took so long, beside its drafts."""
         self.num_rounds += 1
+        self._rows_s.clear()
         seconds = max(seconds, LEAST_S)
         if not self.knows(rows):  # below all that were profiled nothing could be told
             self.curve.move(rows, seconds / self.ratio(rows), 1.0)
@@ -293,7 +303,13 @@ class CostModel:
             share = 1.0 if self.is_profile else 2.0 * FOLLOW
             self.reads[drafter] = before + share * (max(0.0, seconds) / expected - before)
 
+    def profile_pass(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows took so long, by itself. The quickest counts."""
+        self._rows_s.clear()
+        self.curve.move(rows, min(seconds, self.curve.points.get(rows, seconds)), 1.0)
+
     def extend(self, rows: int, seconds: float) -> None:
         """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
         if self.is_known and rows > max(self.curve.points):
+            self._rows_s.clear()
             self.curve.move(rows, seconds / self.ratio(rows), 1.0)

@@ -197,7 +197,7 @@ class DeviceSampling(SamplingOps):
             out, meanwhile = numbers[: there.shape[0] * OUT.value].view(-1, OUT.value), None
             if follow is not None:
                 meanwhile = partial(self._go_on, follow, out[:, 0] - there[:, 0], out[:, 1], states)
-            told = self._told(numbers, meanwhile, drafts.device.watch)
+            told = self._told(numbers, meanwhile)
             found = told[: out.numel()].reshape(out.shape)
             ends, following, bad = found[:, 0], found[:, 1], found[:, 2] > 0
             self.known = Known(self._followed, following, ends - form.jobs[:, 0])
@@ -207,13 +207,19 @@ class DeviceSampling(SamplingOps):
             return None
         verdicts = _verdicts(form, drafts, ends, following, faults)
         verdicts.is_first = self._is_first
-        if drafts.device.watch is not None:
-            verdicts.seconds = drafts.device.watch.seconds()
-        elif self.follows and self._arrivals:  # the host began to wait long after the device began to work
-            verdicts.seconds = 0.0, self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
+        verdicts.seconds = self._seconds(drafts.device.watch)
         can_be = drafts.device.may_be_queued or not any(drafts.counts)
         verdicts.is_late = self.queues and not self.follows and (can_be or self.waits)
         return verdicts
+
+    def _seconds(self, watch: Watch | None) -> tuple[float, float] | None:
+        """Of drafting, and of everything else since the verdict before this one. None where the device was not given
+        this round before the host knew of that: what the host did meanwhile would count."""
+        if not self.follows or not self._arrivals:
+            return None
+        round_s: float = self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
+        draft_s = 0.0 if watch is None else watch.seconds()
+        return draft_s, max(0.0, round_s - draft_s)
 
     def _ruled(
         self, logits: torch.Tensor, drafts: Drafts, asked: torch.Tensor, there: torch.Tensor, settings: Settings
@@ -266,16 +272,12 @@ class DeviceSampling(SamplingOps):
         key = (tuple(drafts.counts), tuple((index, tuple(line)) for index, line in drafts.parents.items()))
         return remember(self._forms, key, lambda: _build_form(drafts.counts, drafts.parents))
 
-    def _told(
-        self, numbers: torch.Tensor, meanwhile: Callable[[], None] | None = None, watch: Watch | None = None
-    ) -> Any:
+    def _told(self, numbers: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> Any:
         """Some integers of the device on the host. What comes next is queued before anybody waits. [n] int64"""
         if len(numbers) > len(self._arrived):
             self._arrived = torch.empty(2 * len(numbers), dtype=torch.int32, pin_memory=numbers.is_cuda)
         arrived = self._arrived[: len(numbers)]
         arrived.copy_(numbers, non_blocking=True)
-        if isinstance(watch, StopWatch):
-            watch.mark(2)  # before the event that is waited for: it has happened, then
         if self._arrivals:
             self._arrivals.reverse()
             self._arrivals[1].record()
@@ -314,17 +316,17 @@ class DeviceSampling(SamplingOps):
 
 
 class StopWatch:
-    """Events in the device's queue: drafting began, drafting ended, the verdict is there."""
+    """Events in the device's queue: drafting began, drafting ended."""
 
     def __init__(self) -> None:
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def mark(self, number: int) -> None:
         self._marks[number].record()
 
-    def seconds(self) -> tuple[float, float]:
-        began, drafted, judged = self._marks
-        return began.elapsed_time(drafted) / 1e3, drafted.elapsed_time(judged) / 1e3
+    def seconds(self) -> float:
+        began, ended = self._marks
+        return float(began.elapsed_time(ended)) / 1e3
 
 
 class Drawing:
