@@ -99,7 +99,10 @@ class Past:
         self._links = np.zeros(num_blocks * self._stride * len(self._sizes), dtype=np.uint32).data
         num_heads = 1 << max(12, (config.max_tokens - 1).bit_length())
         self._mask = num_heads - 1
-        self._heads = [np.zeros(num_heads, dtype=np.uint32).data for _ in self._sizes]  # hash -> the latest place
+        # hash -> the latest place. Written at once: the first touch of a page takes longer than filing ten tokens, and
+        # the first prompt would pay for all of them.
+        heads = np.full((len(self._sizes), num_heads), 0, dtype=np.uint32)
+        self._heads = [table.data for table in heads]
 
     def open(self, tenant: str) -> Text:
         """An empty text: what is read into it can be found at once."""
