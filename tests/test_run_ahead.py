@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def requests(count: int, **sampling: Any) -> list[Request]:
         )
         for index in range(count)
     ]
+
+
+def test_one_gpu_refuses_it() -> None:
+    """Passes are queued behind each other there: it took up to twice as long."""
+    target = MockBackend(TARGET)
+    target.info = replace(target.info, prelaunch=True)
+    with pytest.raises(ConfigError, match="run_ahead gains nothing on one GPU.*draft_device"):
+        Engine.load(target, draft=MockBackend(DRAFT), run_ahead=True)
 
 
 @pytest.mark.parametrize("paged", [False, True])

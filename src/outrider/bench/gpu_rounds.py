@@ -18,7 +18,6 @@ import numpy as np
 
 from outrider.backends.cuda import novelty
 from outrider.bench.gpu import Line, median
-from outrider.draft.run_ahead import RunAheadDrafter
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.engine.engine import Engine
 from outrider.models.random_file import PREFIX
@@ -82,7 +81,7 @@ class Run(NamedTuple):
         return (self.seconds - self.waited_s) / self.rounds
 
 
-def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead: Any = False) -> Engine:
+def load(shape: str, draft: str, device: str, batch: int, length: int) -> Engine:
     gc.collect()
     gc.freeze()  # a look at all of torch's objects takes longer than ten rounds
     room = batch * (CONTEXT + length + 64)
@@ -94,14 +93,12 @@ def load(shape: str, draft: str, device: str, batch: int, length: int, run_ahead
         max_batch=batch,
         prefill_chunk=PREFILL,
         max_width=MOST,
-        run_ahead=run_ahead,
         threaded=False,
     )
 
 
 def drafter_of(engine: Engine) -> SyntheticDrafter:
     drafter = engine.loop.router.drafters["synthetic"]
-    drafter = drafter.inner if isinstance(drafter, RunAheadDrafter) else drafter
     assert isinstance(drafter, SyntheticDrafter), "it was loaded with one"
     return drafter
 
@@ -164,7 +161,7 @@ def costs(engine: Engine, batch: int, widths: int) -> Costs:
 
 
 def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
-    """One request at a time, at each acceptance: the engine's own width beside what costs let expect, and run-ahead."""
+    """One request at a time, at each acceptance: the engine's own width and the best one, beside what costs let expect."""
     length, repeats = REQUESTS[quick]
     engine = load(shape, draft, device, 1, length)
     found = costs(engine, 1, MOST)
@@ -174,31 +171,19 @@ def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
     warm_up(engine, 1, length, 0)
     plain = [answer(engine, 1, length, 0).whole.rate for _ in range(repeats)]
     yield _rates("plain", plain, "")
-    ahead, may_run_ahead = (load(shape, draft, device, 1, length, run_ahead) for run_ahead in ("always", True))
     for share in SHARES:
         width, expected = found.best(share)
-        in_order: list[float] = []  # the synchronous one
-        for order, one, asked in (
-            ("", engine, None),
-            (f", width {width}", engine, width),
-            (f", width {width}, run-ahead", ahead, width),
-            (", run-ahead where it pays", may_run_ahead, None),
-        ):
-            drafter_of(one).be_right(share)
-            warm_up(one, 1, length, asked)
-            runs = [answer(one, 1, length, asked).whole for _ in range(repeats)]
+        drafter_of(engine).be_right(share)
+        for name, asked in (("", None), (f", width {width}", width)):
+            warm_up(engine, 1, length, asked)
+            runs = [answer(engine, 1, length, asked).whole for _ in range(repeats)]
             ratio = median([run.rate for run in runs]) / median(plain)
-            in_order.append(ratio)
             drafted = sum(run.drafted for run in runs) / sum(run.rounds for run in runs)
             kept = sum(run.accepted for run in runs) / max(1, sum(run.judged for run in runs))
             note = f"{ratio:.2f}x plain; {drafted:.1f} drafted a round, {kept:.2f} kept; "
-            if one is engine:
-                note += f"costs let expect {expected:.2f}x at width {width}: {ratio / expected:.2f} of it"
-            else:
-                note += f"{ratio / in_order[asked is not None]:.2f} of what it is without"
-            yield _rates(f"{share:.0%} right{order}", [run.rate for run in runs], note)
-    for one in (engine, ahead, may_run_ahead):
-        one.close()
+            note += f"costs let expect {expected:.2f}x at width {width}: {ratio / expected:.2f} of it"
+            yield _rates(f"{share:.0%} right{name}", [run.rate for run in runs], note)
+    engine.close()
 
 
 def batches(shape: str, draft: str, device: str, quick: bool, sizes: Sequence[int] = BATCHES) -> Iterator[Line]:

@@ -86,6 +86,12 @@ def build_engine(
         for spec, other in zip(specs, others, strict=True)
         if first.backend.info.heads or not (is_presets and spec.method == "eagle")
     ]
+    if run_ahead and first.backend.info.prelaunch and model.draft_device in (None, model.device):
+        raise ConfigError(
+            "run_ahead gains nothing on one GPU, where draft and target are queued behind each other anyway; leave "
+            "run_ahead out, or name another GPU for the draft (draft_device)",
+            param="run_ahead",
+        )
     costs = None
     if (drafters and speculation.width is None) or first.backend.info.prelaunch:
         costs = profile(first.backend, drafters, scheduling, clock or SystemClock())

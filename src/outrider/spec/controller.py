@@ -85,6 +85,7 @@ class WidthController:
         self._is_drafting = False  # because it pays, not as a probe
         self._widest = 0
         self._is_switch = False  # whether the widest draft has another width than in the round before
+        self._plain_round = 0  # the last one without any drafts
         self._probed = -HOLD  # the round of the last probe
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
         self.account = Account()
@@ -173,7 +174,7 @@ class WidthController:
                 self._left = 1
         self._is_drafting = pays
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
-        is_plain_due = self.costs.rounds_since(num_jobs + fixed) >= PLAIN_EVERY
+        is_plain_due = self.costs.num_rounds - self._plain_round >= PLAIN_EVERY
         if pays and is_plain_due and self.account.pay(plain_s * (1.0 - 1.0 / ratio)):
             self._reason = MEASURE
         elif pays:
@@ -400,6 +401,8 @@ class WidthController:
     ) -> None:
         if self._says_nothing(times):
             return
+        if times.steady and not any(drafts.counts):
+            self._plain_round = self.costs.num_rounds
         if times.is_late:  # drafting is taken to have taken what it does
             makers = {outcome.maker for _, outcome in outcomes if outcome.depth} - self._lookups
             draft_s = sum([self.costs.draft_s(name, _requests_by_step(outcomes, name)) for name in makers])

@@ -173,7 +173,7 @@ class CostModel:
         self.ratio = Ratios()
         self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self.num_rounds = 0
-        self._seen: dict[int, int] = {}  # rows -> the last round with so many
+        self._seen: set[int] = set()  # row counts that rounds had
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._by_context = Slope()
@@ -236,10 +236,6 @@ class CostModel:
             return 0.0
         return self.reads.get(drafter, 1.0) * (self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests))
 
-    def rounds_since(self, rows: int) -> int:
-        """Rounds since a pass of so many rows was measured."""
-        return self.num_rounds - self._seen.get(rows, 0)
-
     def has_seen(self, rows: int) -> bool:
         """Whether a round had so many rows; a profile alone may be off."""
         return rows in self._seen
@@ -262,7 +258,7 @@ class CostModel:
             self.curve.move(rows, own, 0.5)
             return
         self.ratio.observe(rows, own / self.curve(rows))
-        self._seen[rows] = self.num_rounds
+        self._seen.add(rows)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
