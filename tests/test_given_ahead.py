@@ -46,8 +46,8 @@ class Device(MockBackend):
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         jobs, kind = len(spans.slots), "drafts" if max(spans.rows) > 1 else "plain"
-        is_late = self.expected[0] != kind or jobs > self.expected[1]
-        host_s = (1e-3 + 40e-6 * jobs) * (3.0 if kind == "drafts" else 1.0) if is_late else 0.0
+        missed_prelaunch = self.expected[0] != kind or jobs > self.expected[1]
+        host_s = (1e-3 + 40e-6 * jobs) * (3.0 if kind == "drafts" else 1.0) if missed_prelaunch else 0.0
         self.clock.sleep(between(PASS_MS, sum(spans.counts)) + host_s)
         goes_on = spans.goes_on and (kind == "plain" or (self.queues_drafts and min(spans.rows) > 1))
         self.expected = (kind if goes_on else "", jobs)

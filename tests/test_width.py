@@ -314,9 +314,9 @@ def test_a_device_that_is_given_rounds_ahead_says_itself_what_they_take() -> Non
 
     def late_judge(jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
         verdicts, counts = judge(jobs, drafts, scores), list(drafts.counts)
-        verdicts.is_late, before[:] = counts != before, counts
-        clock.sleep(1.0 + 0.1 * max(counts) + 2.0 * verdicts.is_late)
-        verdicts.seconds = None if verdicts.is_late else (0.1 * max(counts), 1.0)
+        verdicts.missed_prelaunch, before[:] = counts != before, counts
+        clock.sleep(1.0 + 0.1 * max(counts) + 2.0 * verdicts.missed_prelaunch)
+        verdicts.seconds = None if verdicts.missed_prelaunch else (0.1 * max(counts), 1.0)
         return verdicts
 
     ours.loop.clock = ours.loop.router._clock = clock

@@ -30,15 +30,16 @@ class RoundTimes:
     num_fed: int
     steady: bool
     drafters: dict[str, float] = field(default_factory=dict)  # seconds of each drafter
-    skip: bool = False  # something was built in this round: it says nothing of later ones
-    is_late: bool = False  # a device that is given rounds ahead waited for the host: nobody knows what took how long
+    skip: bool = False  # a kernel was compiled or a graph captured: the times do not predict other rounds
+    missed_prelaunch: bool = False  # the device waited for the host, so only the time of the whole round is known
     host_s: float = 0.0  # everything else that a round is: scheduling, stop conditions, delivery
-    device_s: tuple[float, float] | None = None  # of drafting and of the rest, where a device measured them
+    device_s: tuple[float, float] | None = None  # the device's own times of drafting and of the rest of the round
 
     def end(self, seconds: float, drafters: dict[str, float], makers: Collection[str]) -> None:
-        """The round is over after so many seconds of the host, of which drafters took some.
+        """Set the times when the round is over. seconds: of the whole round on the host's clock. drafters: the part of
+        each drafter. makers: the names of the drafters whose tokens were verified.
 
-        A device that is given rounds ahead works on the next one by then: its own clock says what this one took.
+        With prelaunched passes the host's clock measures only the launches, so the device's times replace it.
         """
         self.drafters, self.draft_s = drafters, sum(drafters.values())
         self.host_s = max(0.0, seconds - self.draft_s - self.score_s - self.judge_s)

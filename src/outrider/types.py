@@ -433,10 +433,10 @@ class Batch:
 
 
 class Watch(Protocol):
-    """Measures what a device that nobody waits for spends on drafting."""
+    """Measures how long the device spends on drafting, without waiting for it."""
 
     def seconds(self) -> float:
-        """Of drafting. Asked once the verdict is known."""
+        """Seconds of drafting. Call it when the verdict is on the host."""
 
 
 @dataclass(slots=True)
@@ -546,9 +546,9 @@ class Verdicts:
 
     A job with a row per draft and no bonus row (a target that cannot rewind) has no next token when all are accepted.
     Of a tree, `paths` says which drafts stay, from the root down. `faults` names the jobs whose rows were unusable.
-    `seconds` are those of drafting and of the rest of the round, where a device that is given rounds ahead measured
-    them. A round is a `first` when something was built for it that later ones will find, and `late` when its pass was
-    not queued before somebody asked, though it could have been: what such rounds take says nothing of others.
+    `seconds` are the device's own times of drafting and of the rest of the round, where passes are prelaunched.
+    `is_first`: a kernel was compiled or a graph captured in this round. `missed_prelaunch`: the pass could have been
+    prelaunched but was not, so its time is an upper bound.
     """
 
     accepted: Array  # [B]
@@ -557,7 +557,7 @@ class Verdicts:
     paths: dict[int, list[int]] = field(default_factory=dict)  # job -> indices of its drafts
     seconds: tuple[float, float] | None = None
     is_first: bool = False
-    is_late: bool = False
+    missed_prelaunch: bool = False
 
     def kept(self, index: int) -> Sequence[int]:
         """Which drafts of a job stay, in order."""

@@ -196,7 +196,7 @@ class Loop:
         steady = num_fed == sum(scores.counts) and not batch.prefill  # a row for every token: no prompt
         draft_s = sum(self.router.seconds.values())
         times = RoundTimes(draft_s, score_s, judge_s, drafts.steps, num_fed, steady, skip=verdicts.is_first)
-        times.is_late, times.device_s = verdicts.is_late, verdicts.seconds
+        times.missed_prelaunch, times.device_s = verdicts.missed_prelaunch, verdicts.seconds
         return [Round(batch, drafts, scores, verdicts, times)]
 
     def _hints(self, batch: Batch, drafts: Drafts) -> list[int]:

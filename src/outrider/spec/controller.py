@@ -83,9 +83,9 @@ class WidthController:
         self._fed = 1  # rows of the pass without free drafts
         self._context = 0
         self._is_drafting = False  # because it pays, not as a probe
-        self._widest = 0
-        self._is_switch = False  # whether the widest draft has another width than in the round before
-        self._plain_round = 0  # the last one without any drafts
+        self._widest = 0  # width of this round
+        self._width_changed = False  # since the round before
+        self._plain_round = 0  # number of the last round without drafts
         self._probed = -HOLD  # the round of the last probe
         self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
         self.account = Account()
@@ -111,7 +111,7 @@ class WidthController:
             self._decide(batch, free)
         self._left -= 1
         widest = max(self._widths.values(), default=0)
-        self._is_switch, self._widest = widest != self._widest, widest
+        self._width_changed, self._widest = widest != self._widest, widest
         if not self.costs.knows(len(batch.decode)):  # an engine without a profile: plain decoding is measured first
             self._widths, self._reason = {}, MEASURE
             return self.fixed(batch)
@@ -331,7 +331,7 @@ class WidthController:
     def repeats(self, batch: Batch) -> bool:
         """Whether the next round will most likely have the widths of this one, so that a device may be given it.
 
-        A probe is a single round. Plain decoding is measured by the second of two: a device waits for the first.
+        A probe lasts one round. Plain decoding is measured for two: the first one cannot be prelaunched.
         """
         goes_on = self._left == HOLD - 1 if self._reason == MEASURE else self._reason != PROBE
         return goes_on or all(job.width is not None for job in batch.decode)
@@ -343,8 +343,8 @@ class WidthController:
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
         self._learn_costs(batch, drafts, times, outcomes)
-        if self._reason == MEASURE and not self._says_nothing(times):
-            self._left = 0  # it is measured
+        if self._reason == MEASURE and not self._skip_timing(times):
+            self._left = 0  # measured: decide again
         self._balance(batch, times, outcomes)
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
@@ -399,11 +399,11 @@ class WidthController:
     def _learn_costs(
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
     ) -> None:
-        if self._says_nothing(times):
+        if self._skip_timing(times):
             return
         if times.steady and not any(drafts.counts):
             self._plain_round = self.costs.num_rounds
-        if times.is_late:  # drafting is taken to have taken what it does
+        if times.missed_prelaunch:  # the device did not measure drafting: assume its usual cost
             makers = {outcome.maker for _, outcome in outcomes if outcome.depth} - self._lookups
             draft_s = sum([self.costs.draft_s(name, _requests_by_step(outcomes, name)) for name in makers])
             if times.steady:
@@ -427,10 +427,10 @@ class WidthController:
                 steps[0] += sum([self._unread.get(job.id, 0) for job in batch.decode if name in job.wanted])
                 self.costs.observe_draft(name, steps, seconds)
 
-    def _says_nothing(self, times: RoundTimes) -> bool:
-        """A device that is given rounds ahead waits for the host where the width changes: what that costs is the
-        change's, not the width's."""
-        return times.skip or (times.is_late and self._is_switch)
+    def _skip_timing(self, times: RoundTimes) -> bool:
+        """Whether the times of this round must not be learned: a kernel was compiled, or the device waited for the host
+        because the width has changed, which says nothing about the cost of the new width."""
+        return times.skip or (times.missed_prelaunch and self._width_changed)
 
     def _count(self, batch: Batch) -> dict[tuple[int, str], int]:
         """The decisions of this round, counted for each request and for all."""

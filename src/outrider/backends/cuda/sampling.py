@@ -209,12 +209,12 @@ class DeviceSampling(SamplingOps):
         verdicts.is_first = self._is_first
         verdicts.seconds = self._seconds(drafts.device.watch)
         can_be = drafts.device.may_be_queued or not any(drafts.counts)
-        verdicts.is_late = self.queues and not self.follows and (can_be or self.waits)
+        verdicts.missed_prelaunch = self.queues and not self.follows and (can_be or self.waits)
         return verdicts
 
     def _seconds(self, watch: Watch | None) -> tuple[float, float] | None:
-        """Of drafting, and of everything else since the verdict before this one. None where the device was not given
-        this round before the host knew of that: what the host did meanwhile would count."""
+        """The device's own seconds of drafting, and of the rest of the time since the last verdict. None if the pass was
+        not prelaunched: the device waited for the host, and that time would count."""
         if not self.follows or not self._arrivals:
             return None
         round_s: float = self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
