@@ -60,7 +60,7 @@ def test_one_gpu_refuses_it() -> None:
     """Passes are queued behind each other there: it took up to twice as long."""
     target = MockBackend(TARGET)
     target.info = replace(target.info, prelaunch=True)
-    with pytest.raises(ConfigError, match="run_ahead gains nothing on one GPU.*draft_device"):
+    with pytest.raises(ConfigError, match=r"run_ahead gains nothing on one GPU.*draft_device"):
         Engine.load(target, draft=MockBackend(DRAFT), run_ahead=True)
 
 

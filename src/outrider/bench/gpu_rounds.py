@@ -161,7 +161,7 @@ def costs(engine: Engine, batch: int, widths: int) -> Costs:
 
 
 def rounds(shape: str, draft: str, device: str, quick: bool) -> Iterator[Line]:
-    """One request at a time, at each acceptance: the engine's own width and the best one, beside what costs let expect."""
+    """One request at a time, at each acceptance: the engine's own width and the best one, beside what costs allow."""
     length, repeats = REQUESTS[quick]
     engine = load(shape, draft, device, 1, length)
     found = costs(engine, 1, MOST)

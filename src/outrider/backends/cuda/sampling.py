@@ -213,8 +213,8 @@ class DeviceSampling(SamplingOps):
         return verdicts
 
     def _seconds(self, watch: Watch | None) -> tuple[float, float] | None:
-        """The device's own seconds of drafting, and of the rest of the time since the last verdict. None if the pass was
-        not prelaunched: the device waited for the host, and that time would count."""
+        """The device's own seconds of drafting, and of the rest of the time since the last verdict. None if the pass
+        was not prelaunched: the device waited for the host, and that time would count."""
         if not self.follows or not self._arrivals:
             return None
         round_s: float = self._arrivals[0].elapsed_time(self._arrivals[1]) / 1e3
