@@ -160,11 +160,17 @@ class WidthController:
         if not free:
             return
         candidates = self._candidates(batch, free)
-        best = self._best(candidates, steady, None)
+        best = self._best(candidates, self._setting(num_jobs + fixed, num_jobs, free, wider=was_drafting), None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
         entry_s, left_s = self._entry_s(batch, free, best.widths), self._left_s(batch)
-        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN) and self._repays(entry_s, left_s, ratio)
-        is_sure = pays and self._still_pays(batch, free, best, plain_s)
+        # Catching up is paid once and repaid by the rest of the answers, whose contexts grow meanwhile.
+        later = self._setting(num_jobs + fixed, num_jobs, free, growth=self._left_tokens(batch) / 2) if entry_s else steady
+        then = self._best(candidates, later, None) if entry_s else best
+        later_s = later.seconds(0, ())
+        later_ratio = then.tokens / then.seconds * later_s / num_jobs
+        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN)
+        pays = pays and self._repays(entry_s, left_s * later_s / plain_s, later_ratio)
+        is_sure = pays and self._still_pays(batch, free, then, later_s)
         pays = pays and (is_sure or self.account.covers(entry_s, left_s))
         if pays:
             self._token_s = best.seconds / best.tokens
@@ -195,7 +201,10 @@ class WidthController:
 
     def _left_s(self, batch: Batch) -> float:
         """Seconds of plain decoding that are left of these answers, as far as they are counted on."""
-        return sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode]) * self._plain_token_s
+        return self._left_tokens(batch) * self._plain_token_s
+
+    def _left_tokens(self, batch: Batch) -> int:
+        return sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
         """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
@@ -213,14 +222,17 @@ class WidthController:
             gained += sum(self.acceptance.reach(job_id, name, width, alone=num_jobs == 1, doubt=DOUBT_DEVIATIONS))
         return (num_jobs + gained) * plain_s > num_jobs * choice.seconds
 
-    def _setting(self, rows: int, num_jobs: int, free: Mapping[int, str], hopeful: bool = False) -> Setting:
-        """hopeful: drafting costs as little as it may."""
-        costs, context, names = self.costs, self._context, set(free.values())
+    def _setting(
+        self, rows: int, num_jobs: int, free: Mapping[int, str], hopeful: bool = False, growth: float = 0.0, wider: bool = False
+    ) -> Setting:
+        """hopeful: drafting costs as little as it may. growth: tokens that the context has grown by. wider: a pass of
+        more rows than any round had may cost less than it seems."""
+        costs, context, names = self.costs, self._context + growth, set(free.values())
         draft = costs.least_draft_s if hopeful else costs.draft_s
 
         def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
             draft_s = max([draft(name, rows_by_step) for name in names], default=0.0)
-            return costs.pass_s(rows + drafted, num_jobs, context) + draft_s
+            return costs.pass_s(rows + drafted, num_jobs, context, wider) + draft_s
 
         return Setting(num_jobs, seconds)
 

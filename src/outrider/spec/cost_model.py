@@ -21,6 +21,7 @@ UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
 NOISE = 0.01  # of a round
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
+HOPE = 0.95  # of what it seems to take, that a pass of more rows than any round had may take: one round corrects it
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -174,6 +175,7 @@ class CostModel:
         self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self.num_rounds = 0
         self._seen: set[int] = set()  # row counts that rounds had
+        self._widest_seen = 0
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._by_context = Slope()
@@ -184,6 +186,7 @@ class CostModel:
         self.is_profile = False
         self.num_rounds = 0
         self._seen.clear()
+        self._widest_seen = 0
         self._rows_s.clear()
         self.ratio = Ratios()
 
@@ -196,9 +199,10 @@ class CostModel:
         """Whether a pass of so many rows or fewer was measured: without one, more rows seem to cost nothing."""
         return rows >= self.curve.first
 
-    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
+    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, hopeful: bool = False) -> float:
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
-        return self.rows_s(rows) + extra
+        hope = HOPE if hopeful and rows > self._widest_seen else 1.0
+        return hope * self.rows_s(rows) + extra
 
     def rows_s(self, rows: float) -> float:
         """What rows alone cost."""
@@ -259,6 +263,7 @@ class CostModel:
             return
         self.ratio.observe(rows, own / self.curve(rows))
         self._seen.add(rows)
+        self._widest_seen = max(rows, self._widest_seen)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
