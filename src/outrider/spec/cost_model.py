@@ -19,7 +19,7 @@ FOLLOW = 0.1  # how far a moving average goes towards a new round
 UNSURE_OF_ALL = 0.09  # of a profile as a whole,
 UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
-NOISE = 0.01  # of a round
+NOISE = 0.004  # of a round
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
 HOPE = 0.95  # of what it seems to take, that a pass of more rows than any round had may take: one round corrects it
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
@@ -133,31 +133,27 @@ class Ratios:
 
 class Slope:
     """A decayed regression of seconds on one quantity, over passes of as many rows: each row count has its own mean,
-    and only what moves away from that teaches. The slope is shrunk by its own uncertainty (positive-part James-Stein):
-    a few noisy rounds teach nothing."""
+    and only what moves away from that teaches. Noise is a share of the seconds, so short passes count for more. The
+    slope is shrunk by its own uncertainty (positive-part James-Stein): a few noisy rounds teach nothing."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
-        self._weight = 0.0
-        self._variance = self._covariance = self._noise = 0.0  # of the quantity, of both, and of the seconds
+        self._square = self._product = 0.0  # weighted sums: the quantity's squares, its products with seconds
 
     def add(self, rows: int, quantity: float, seconds: float) -> None:
+        added = 1.0 / (NOISE * seconds * seconds)  # the inverse of the variance
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
-        weight = SLOPE_DECAY * weight + 1.0
+        weight = SLOPE_DECAY * weight + added
         away, off = quantity - mean_quantity, seconds - mean_seconds
-        mean_quantity += away / weight
-        mean_seconds += off / weight
-        self._means[rows] = (weight, mean_quantity, mean_seconds)
-        self._weight = SLOPE_DECAY * self._weight + 1.0
-        self._variance += (away * (quantity - mean_quantity) - self._variance) / self._weight
-        self._covariance += ((quantity - mean_quantity) * off - self._covariance) / self._weight
-        self._noise += (off * (seconds - mean_seconds) - self._noise) / self._weight
+        mean_quantity += away * added / weight
+        self._means[rows] = (weight, mean_quantity, mean_seconds + off * added / weight)
+        left = added * (quantity - mean_quantity)
+        self._square = SLOPE_DECAY * self._square + left * away
+        self._product = SLOPE_DECAY * self._product + left * off
         self.value = 0.0
-        if self._covariance > 0.0 and self._weight > 2.0:
-            slope = self._covariance / self._variance
-            unsure = (self._noise / self._variance - slope * slope) / (self._weight - 2.0)  # its variance
-            self.value = max(0.0, slope - max(0.0, unsure) / slope)
+        if self._product > 0.0:  # the slope is product / square, its variance 1 / square
+            self.value = max(0.0, (self._product - self._square / self._product) / self._square)
 
 
 class CostModel:
