@@ -36,6 +36,10 @@ CELLS = [  # those of one acceptance and batch share what fixed widths do
     *[Cell((0.98,), cost, curve, 4) for cost, curve in ((0.0, "flat"), (0.3, "linear"), (0.1, "compute"))],
     *[Cell((0.05, 0.9), cost, curve, 4) for cost, curve in ((0.02, "knee"), (0.1, "cpu"), (0.7, "flat"))],
     *[Cell((0.9, 0.05), cost, curve, 1) for cost, curve in ((0.1, "flat"), (0.3, "linear"))],
+    # Drafting pays more and more as contexts grow, and catching up becomes dearer all the while.
+    Cell((0.76,), 0.428, "linear", 4, jitter=0.05, context_cost=0.88, profile_error=(1.23, 1.13), seed=21),
+    # The best width has more rows than the profile got to, and interpolation makes them dear.
+    Cell((0.92,), 0.0, "cpu", 1, jitter=0.05, context_cost=0.95, profile_error=(0.77, 1.07), seed=77),
 ]
 
 
@@ -341,6 +345,28 @@ def test_a_context_slope_is_not_learned_from_noise() -> None:
     assert sum(seconds) / len(seconds) < 2.0, "of 16 s on average, where nothing would be right; it was 3.6"
 
 
+def test_a_context_slope_is_known_when_contexts_have_grown_enough() -> None:
+    for seed in range(10):
+        dice, costs = random.Random(seed), CostModel({1: 1.0})
+        for context in range(120):
+            costs.observe_pass(1, 1, context, (1.0 + 2e-3 * context) * dice.uniform(0.95, 1.05))
+        assert costs.pass_s(1, context=1000.0) == pytest.approx(3.0, rel=0.2), "noise of a twentieth is not much"
+
+
+def test_more_rows_than_any_round_had_may_cost_less_than_the_profile_says() -> None:
+    costs = CostModel({1: 1.0, 4: 2.0, 16: 6.0})
+    for _ in range(4):
+        costs.observe_pass(4, 1, 0.0, 2.0)
+    assert costs.pass_s(4, hopeful=True) == costs.pass_s(4), "measured"
+    assert costs.pass_s(8, hopeful=True) < costs.pass_s(8) == pytest.approx(10 / 3, rel=0.01)
+    costs.observe_pass(8, 1, 0.0, 2.1)
+    assert costs.pass_s(8, hopeful=True) == costs.pass_s(8) < 3.0, "one round is enough to know"
+    costs.observe_draft("model", [1], 0.1)
+    assert costs.draft_s("model", [1, 1], hopeful=True) < costs.draft_s("model", [1, 1])
+    costs.observe_draft("model", [1], 0.1)
+    assert costs.draft_s("model", [1, 1], hopeful=True) == costs.draft_s("model", [1, 1])
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):
@@ -408,6 +434,17 @@ def test_a_request_begins_like_all_and_moves_from_the_pool() -> None:
     assert acceptance.reach(1, "model", 1, alone=False)[0] > chance(acceptance, 1), "in a batch it moves more slowly"
     acceptance.forget(1)
     assert chance(acceptance, 1) == chance(acceptance, 2) and 1 not in acceptance
+
+
+def test_what_others_kept_says_only_so_much_of_a_request() -> None:
+    """A request that was never verified may be unlike all others, however many those were."""
+    acceptance = Acceptance([DrafterInfo("model")])
+    for _ in range(1000):
+        acceptance.add(1, "model", 1, 1)
+        acceptance.add(1, "model", 0, 1)
+    (known,) = acceptance.reach(1, "model", 1, alone=False, doubt=1.0)
+    (unknown,) = acceptance.reach(2, "model", 1, alone=False, doubt=1.0)
+    assert 0.4 < known < 0.5 and unknown < known - 0.05
 
 
 def test_what_was_learned_is_forgotten() -> None:

@@ -93,10 +93,9 @@ class Acceptance:
             if own is not None:  # later positions are like the pool's and like the request's earlier ones
                 guess = mean if before is None else 0.5 * (mean + before)
                 mean = before = own.mean(position, guess, strength)
-            if doubt:
-                evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
-                if own is not None:
-                    evidence = own.verified[position] + min(strength, evidence)
+            if doubt:  # other requests say only so much of this one
+                evidence = min(OWN_STRENGTH, POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0))
+                evidence += own.verified[position] if own is not None else 0.0
                 mean = max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence))
             reached *= mean
             chances.append(reached)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ALLOWED_LOSS = 0.016  # of the time: what trying things out may cost
+ALLOWED_LOSS = 0.02  # of the time: what trying things out may cost
 MOST_ROUNDS = 4.0  # plain rounds that the account may come to: gains of long ago do not pay for losses
 
 

@@ -153,29 +153,29 @@ class WidthController:
         was_drafting, self._is_drafting = self._is_drafting, False
         self._widths, self._rival = {}, 0.0
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
-        steady = self._setting(num_jobs + fixed, num_jobs, free)
+        rows = num_jobs + fixed
+        steady = self._setting(rows, num_jobs, free)
         plain_s = steady.seconds(0, ())
         self._token_s = self._plain_token_s = plain_s / max(1, num_jobs)
         self._reason = LOOKUP
         if not free:
             return
         candidates = self._candidates(batch, free)
-        best = self._best(candidates, self._setting(num_jobs + fixed, num_jobs, free, wider=was_drafting), None)
+        best = self._best(candidates, self._setting(rows, num_jobs, free, hopeful=was_drafting), None)
         ratio = best.tokens / best.seconds * plain_s / num_jobs
-        entry_s, left_s = self._entry_s(batch, free, best.widths), self._left_s(batch)
-        # Catching up is paid once and repaid by the rest of the answers, whose contexts grow meanwhile.
-        later = self._setting(num_jobs + fixed, num_jobs, free, growth=self._left_tokens(batch) / 2) if entry_s else steady
-        then = self._best(candidates, later, None) if entry_s else best
-        later_s = later.seconds(0, ())
-        later_ratio = then.tokens / then.seconds * later_s / num_jobs
+        entry_s, left = self._entry_s(batch, free, best.widths), self._tokens_left(batch)
+        outlook, later_s = best, plain_s
+        if entry_s:  # paid once, and repaid by the rest of the answers, whose contexts grow meanwhile
+            later = self._setting(rows, num_jobs, free, growth=left / 2)
+            outlook, later_s = self._best(candidates, later, None), later.seconds(0, ())
         pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN)
-        pays = pays and self._repays(entry_s, left_s * later_s / plain_s, later_ratio)
-        is_sure = pays and self._still_pays(batch, free, then, later_s)
-        pays = pays and (is_sure or self.account.covers(entry_s, left_s))
+        pays = pays and self._repays(entry_s, left / num_jobs, outlook, later_s, num_jobs)
+        is_sure = pays and self._still_pays(batch, free, outlook, later_s)
+        pays = pays and (is_sure or self.account.covers(entry_s, left * self._plain_token_s))
         if pays:
             self._token_s = best.seconds / best.tokens
             self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
-            if self._fed != num_jobs + fixed:  # a prefill shares the pass: a token keeps the value of a steady round
+            if self._fed != rows:  # a prefill shares the pass: a token keeps the value of a steady round
                 best = self._best(candidates, self._setting(self._fed, num_jobs, free), self._token_s)
                 self._left = 1
         self._is_drafting = pays
@@ -185,7 +185,7 @@ class WidthController:
             self._reason = MEASURE
         elif pays:
             self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if not self.costs.has_seen(num_jobs + fixed + sum(best.widths.values())):
+            if not self.costs.has_seen(rows + sum(best.widths.values())):
                 self._left = 1  # look again at once
             elif not is_sure:
                 self._left = HOLD // 4  # and soon
@@ -199,11 +199,8 @@ class WidthController:
             for index, name in free.items()
         ]
 
-    def _left_s(self, batch: Batch) -> float:
-        """Seconds of plain decoding that are left of these answers, as far as they are counted on."""
-        return self._left_tokens(batch) * self._plain_token_s
-
-    def _left_tokens(self, batch: Batch) -> int:
+    def _tokens_left(self, batch: Batch) -> int:
+        """Tokens that are left of these answers, as far as they are counted on."""
         return sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
 
     def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
@@ -223,16 +220,14 @@ class WidthController:
         return (num_jobs + gained) * plain_s > num_jobs * choice.seconds
 
     def _setting(
-        self, rows: int, num_jobs: int, free: Mapping[int, str], hopeful: bool = False, growth: float = 0.0, wider: bool = False
+        self, rows: int, num_jobs: int, free: Mapping[int, str], *, hopeful: bool = False, growth: float = 0.0
     ) -> Setting:
-        """hopeful: drafting costs as little as it may. growth: tokens that the context has grown by. wider: a pass of
-        more rows than any round had may cost less than it seems."""
+        """hopeful: what no round has confirmed costs as little as it may. growth: of the context, until then."""
         costs, context, names = self.costs, self._context + growth, set(free.values())
-        draft = costs.least_draft_s if hopeful else costs.draft_s
 
         def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
-            draft_s = max([draft(name, rows_by_step) for name in names], default=0.0)
-            return costs.pass_s(rows + drafted, num_jobs, context, wider) + draft_s
+            draft_s = max([costs.draft_s(name, rows_by_step, hopeful=hopeful) for name in names], default=0.0)
+            return costs.pass_s(rows + drafted, num_jobs, context, hopeful=hopeful) + draft_s
 
         return Setting(num_jobs, seconds)
 
@@ -241,12 +236,14 @@ class WidthController:
         unread = sum([self._unread_tokens(batch.decode[place]) for place in places])
         return max([self.costs.read_s(free[place], unread, len(places)) for place in places], default=0.0)
 
-    def _repays(self, entry_s: float, left_s: float, ratio: float) -> bool:
+    def _repays(self, entry_s: float, rounds: float, outlook: Choice, plain_s: float, num_jobs: int) -> bool:
         """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before.
 
-        What is hardly a gain does not count: requests of a batch that drift apart take it away.
+        rounds: of plain decoding that are left. What is hardly a gain does not count: requests of a batch that drift
+        apart take it away.
         """
-        return entry_s == 0.0 or left_s * (1.0 - STAY / ratio) > REPAY * entry_s + self.account.debt
+        gained_s = rounds * (plain_s - STAY * num_jobs * outlook.seconds / outlook.tokens)
+        return entry_s == 0.0 or gained_s > REPAY * entry_s + self.account.debt
 
     def _unread_tokens(self, job: Job) -> int:
         """Tokens of the job that its drafter has not read; a few are part of every proposal, and do not count."""
@@ -269,7 +266,7 @@ class WidthController:
             width, loss = self._probe_width(candidate, setting, now_s)
             total += max(0.0, loss) + entries[candidate.place]
             is_due = rested >= self._probe_gap or PROBE_SHARE * now_s * rested >= total
-            if not is_due or not self.account.covers(total, self._left_s(batch)):
+            if not is_due or not self.account.covers(total, self._tokens_left(batch) * self._plain_token_s):
                 break
             self._widths[job.id] = width
             if self._probed < self.costs.num_rounds:
@@ -377,7 +374,7 @@ class WidthController:
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         if drafted_any:
-            self._probe_gap = 1 if kept_any else max(HOLD, self._probe_gap)
+            self._probe_gap = HOLD // 2 if kept_any else max(HOLD, self._probe_gap)
         self._found.clear()
         return self._count(batch)
 

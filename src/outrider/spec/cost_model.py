@@ -21,7 +21,7 @@ UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
 NOISE = 0.004  # of a round
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
-HOPE = 0.95  # of what it seems to take, that a pass of more rows than any round had may take: one round corrects it
+HOPE = 0.95  # of what a pass of more rows than any round had seems to take: it may take as little
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -195,10 +195,11 @@ class CostModel:
         """Whether a pass of so many rows or fewer was measured: without one, more rows seem to cost nothing."""
         return rows >= self.curve.first
 
-    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, hopeful: bool = False) -> float:
+    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, *, hopeful: bool = False) -> float:
+        """hopeful: more rows than any round had may cost less than the profile says. One round corrects that."""
+        share = HOPE if hopeful and rows > self._widest_seen else 1.0
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
-        hope = HOPE if hopeful and rows > self._widest_seen else 1.0
-        return hope * self.rows_s(rows) + extra
+        return share * self.rows_s(rows) + extra
 
     def rows_s(self, rows: float) -> float:
         """What rows alone cost."""
@@ -213,8 +214,8 @@ class CostModel:
             return 0.0
         return self.steps.get(drafter, 0.0) * self.rows_s(rows) / self.curve(1)
 
-    def draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
-        """Chains: how many rows each step has."""
+    def draft_s(self, drafter: str, rows_by_step: Sequence[float], *, hopeful: bool = False) -> float:
+        """Chains: how many rows each step has. hopeful: a profile that no round has confirmed may be too high."""
         if not rows_by_step:
             return 0.0
         seconds = self.ratio(1) * self.starts.get(drafter, 0.0)
@@ -223,12 +224,7 @@ class CostModel:
             if rows != before:  # most steps are like the one before
                 before, step_s = rows, self.step_s(drafter, rows)
             seconds += step_s
-        return seconds
-
-    def least_draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
-        """What drafting may cost at best: a profile that no round has confirmed may be off."""
-        share = 1.0 if drafter in self._drafted else 1.0 - DRIFT
-        return share * self.draft_s(drafter, rows_by_step)
+        return (1.0 - DRIFT) * seconds if hopeful and drafter not in self._drafted else seconds
 
     def read_s(self, drafter: str, tokens: int, requests: int) -> float:
         """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
