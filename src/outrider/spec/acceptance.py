@@ -57,6 +57,10 @@ class Positions:
         """The expected acceptance at a position."""
         return (self.kept[position] + guess * strength) / (self.verified[position] + strength)
 
+    def overall(self, guess: float) -> float:
+        """The expected acceptance at any position."""
+        return (sum(self.kept) + guess * POOL_STRENGTH) / (sum(self.verified) + POOL_STRENGTH)
+
 
 class Acceptance:
     """What was learned of every drafter, and of every request by it."""
@@ -93,9 +97,10 @@ class Acceptance:
             if own is not None:  # later positions are like the pool's and like the request's earlier ones
                 guess = mean if before is None else 0.5 * (mean + before)
                 mean = before = own.mean(position, guess, strength)
-            if doubt:  # other requests say only so much of this one
-                evidence = min(OWN_STRENGTH, POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0))
-                evidence += own.verified[position] if own is not None else 0.0
+            if doubt:
+                evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
+                if own is not None:
+                    evidence = own.verified[position] + min(strength, evidence)
                 mean = max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence))
             reached *= mean
             chances.append(reached)
@@ -146,13 +151,12 @@ class Acceptance:
         if pool is None:
             return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
         long_run = self._long_run[key]
-        mean, strength, means = long_run.mean(0, guess, POOL_STRENGTH), POOL_STRENGTH, list[float]()
+        mean, means = long_run.overall(guess), list[float]()
         for position in range(width):
             if position < len(prior):
                 mean = pool.mean(position, prior[position], PRIOR_STRENGTH)
-            else:  # like the position before it
-                mean = pool.mean(position, mean, strength)
-            strength = POSITION_STRENGTH
+            else:  # like the position before it, the first one like all
+                mean = pool.mean(position, mean, POSITION_STRENGTH)
             means.append(mean)
         return means
 

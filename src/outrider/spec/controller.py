@@ -374,7 +374,7 @@ class WidthController:
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         if drafted_any:
-            self._probe_gap = HOLD // 2 if kept_any else max(HOLD, self._probe_gap)
+            self._probe_gap = 1 if kept_any else max(HOLD, self._probe_gap)
         self._found.clear()
         return self._count(batch)
 

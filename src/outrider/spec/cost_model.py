@@ -21,7 +21,8 @@ UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
 NOISE = 0.004  # of a round
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
-HOPE = 0.95  # of what a pass of more rows than any round had seems to take: it may take as little
+HOPE = 0.95  # of what a pass of more rows than any round had seems to take: it may take as little,
+HOPE_TO = 1.5  # up to so many times as many rows
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -196,8 +197,9 @@ class CostModel:
         return rows >= self.curve.first
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, *, hopeful: bool = False) -> float:
-        """hopeful: more rows than any round had may cost less than the profile says. One round corrects that."""
-        share = HOPE if hopeful and rows > self._widest_seen else 1.0
+        """hopeful: some more rows than any round had may cost less than the profile says. One round corrects that."""
+        widest = self._widest_seen
+        share = HOPE if hopeful and widest < rows <= HOPE_TO * widest else 1.0
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
         return share * self.rows_s(rows) + extra
 
