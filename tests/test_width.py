@@ -358,10 +358,11 @@ def test_more_rows_than_any_round_had_may_cost_less_than_the_profile_says() -> N
     for _ in range(4):
         costs.observe_pass(4, 1, 0.0, 2.0)
     assert costs.pass_s(4, hopeful=True) == costs.pass_s(4), "measured"
-    assert costs.pass_s(8, hopeful=True) < costs.pass_s(8) == pytest.approx(10 / 3, rel=0.01)
-    costs.observe_pass(8, 1, 0.0, 2.1)
-    assert costs.pass_s(8, hopeful=True) == costs.pass_s(8) < 3.0, "one round is enough to know"
-    costs.observe_draft("model", [1], 0.1)
+    assert costs.pass_s(6, hopeful=True) < costs.pass_s(6) == pytest.approx(8 / 3, rel=0.01)
+    assert costs.pass_s(8, hopeful=True) == costs.pass_s(8), "too far to be tried"
+    costs.observe_pass(6, 1, 0.0, 2.1)
+    assert costs.pass_s(6, hopeful=True) == costs.pass_s(6) < 2.4, "one round is enough to know"
+    costs.steps["model"] = 0.1  # of a profile
     assert costs.draft_s("model", [1, 1], hopeful=True) < costs.draft_s("model", [1, 1])
     costs.observe_draft("model", [1], 0.1)
     assert costs.draft_s("model", [1, 1], hopeful=True) == costs.draft_s("model", [1, 1])
@@ -434,17 +435,6 @@ def test_a_request_begins_like_all_and_moves_from_the_pool() -> None:
     assert acceptance.reach(1, "model", 1, alone=False)[0] > chance(acceptance, 1), "in a batch it moves more slowly"
     acceptance.forget(1)
     assert chance(acceptance, 1) == chance(acceptance, 2) and 1 not in acceptance
-
-
-def test_what_others_kept_says_only_so_much_of_a_request() -> None:
-    """A request that was never verified may be unlike all others, however many those were."""
-    acceptance = Acceptance([DrafterInfo("model")])
-    for _ in range(1000):
-        acceptance.add(1, "model", 1, 1)
-        acceptance.add(1, "model", 0, 1)
-    (known,) = acceptance.reach(1, "model", 1, alone=False, doubt=1.0)
-    (unknown,) = acceptance.reach(2, "model", 1, alone=False, doubt=1.0)
-    assert 0.4 < known < 0.5 and unknown < known - 0.05
 
 
 def test_what_was_learned_is_forgotten() -> None:

@@ -19,7 +19,9 @@ FOLLOW = 0.1  # how far a moving average goes towards a new round
 UNSURE_OF_ALL = 0.09  # of a profile as a whole,
 UNSURE_OF_ONE = 0.01  # and of one row count in it
 DRIFT_OF_ALL = 1e-4  # of the machine, in a round
-NOISE = 0.004  # of a round
+NOISE = 0.004  # of a round, at first: later it is what rounds differed by
+NOISE_FOLLOWS = 0.02
+LEAST_NOISE = 0.001
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
 HOPE = 0.95  # of what a pass of more rows than any round had seems to take: it may take as little,
 HOPE_TO = 1.5  # up to so many times as many rows
@@ -98,7 +100,7 @@ class Ratios:
     def __call__(self, rows: float) -> float:
         return self._level * (1.0 + self._difference(rows))
 
-    def observe(self, rows: int, ratio: float) -> None:
+    def observe(self, rows: int, ratio: float, noise: float) -> None:
         self._now += 1
         unsure = self._unsure + DRIFT_OF_ALL
         own = 1.0 + self._difference(rows)
@@ -108,7 +110,7 @@ class Ratios:
             own_unsure += (before - UNSURE_OF_ONE) * STAY_PUT ** (2 * (self._now - seen))
         else:
             insort(self._rows, rows)
-        variance = unsure + own_unsure + NOISE
+        variance = unsure + own_unsure + noise
         most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
         surprise = min(most, max(-most, ratio / (self._level * own) - 1.0)) / variance
         self._level *= 1.0 + unsure * surprise
@@ -142,8 +144,8 @@ class Slope:
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._square = self._product = 0.0  # weighted sums: the quantity's squares, its products with seconds
 
-    def add(self, rows: int, quantity: float, seconds: float) -> None:
-        added = 1.0 / (NOISE * seconds * seconds)  # the inverse of the variance
+    def add(self, rows: int, quantity: float, seconds: float, noise: float) -> None:
+        added = 1.0 / (noise * seconds * seconds)  # the inverse of the variance
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
         weight = SLOPE_DECAY * weight + added
         away, off = quantity - mean_quantity, seconds - mean_seconds
@@ -175,6 +177,7 @@ class CostModel:
         self._widest_seen = 0
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
+        self._noise = NOISE
         self._by_context = Slope()
         self._by_request = Slope()
 
@@ -249,13 +252,15 @@ class CostModel:
         expected = self.curve(rows) * self.ratio(rows) + slopes
         if not self.is_profile:
             seconds = min(seconds, OUTLIER * expected)
-        self._by_context.add(rows, context, seconds)
-        self._by_request.add(rows, requests, seconds - self._by_context.value * context)
+        self._noise += NOISE_FOLLOWS * ((seconds / expected - 1.0) ** 2 - self._noise)
+        noise = max(self._noise, LEAST_NOISE)
+        self._by_context.add(rows, context, seconds, noise)
+        self._by_request.add(rows, requests, seconds - self._by_context.value * context, noise)
         own = max(seconds - slopes, 0.1 * seconds)
         if self.is_profile:
             self.curve.move(rows, own, 0.5)
             return
-        self.ratio.observe(rows, own / self.curve(rows))
+        self.ratio.observe(rows, own / self.curve(rows), noise)
         self._seen.add(rows)
         self._widest_seen = max(rows, self._widest_seen)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
