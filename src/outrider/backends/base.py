@@ -95,6 +95,10 @@ class Backend(ABC):
     num_threads: int = 1  # that compute
     pages: Pages | None = None  # the account of them, if `info.pages`
 
+    def identity(self) -> str | None:
+        """What tells this model from another one of its name; a snapshot is resumed only where it is the same."""
+        return self.fingerprint
+
     @abstractmethod
     def open(self, tokens: Sequence[int] = (), limit: int | None = None, tenant: str = "") -> Slot | None:
         """A new sequence for `tokens` that may grow to `limit`; None when there is no room for it.

@@ -8,6 +8,7 @@ so the tests of exactness can see it. `logits_after` tells the truth about any c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import reduce
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from outrider.types import Scores, Slot
 
 _MASK = (1 << 64) - 1
 _EMPTY = 0x243F6A8885A308D3  # hash of the empty context
+_LIMITS = {"context", "max_slots", "seconds_per_pass", "seconds_per_token"}  # settings that do not change the law
 
 
 def _absorb(state: int, token: int) -> int:
@@ -62,6 +64,11 @@ class MockBackend(Backend):
         self._tokens: dict[Slot, list[int]] = {}
         self._states: dict[Slot, list[int]] = {}  # hash of the context after each token, the empty one first
         self._next_slot = 0
+
+    def identity(self) -> str | None:
+        """Mocks of the same law are the same model, whatever their limits and costs."""
+        settings = ((field.name, getattr(self.config, field.name)) for field in fields(self.config))
+        return self.fingerprint or repr([setting for setting in settings if setting[0] not in _LIMITS])
 
     def logits_after(self, context: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The row after `context`, from the definition: no slot is read."""

@@ -28,7 +28,6 @@ log = logging.getLogger("outrider")
 
 _KEPT = "request_id num_prompt seed rule limit drafters width max_width tree".split()  # noqa: SIM905
 _TIMES = "arrival started first_token deadline".split()  # noqa: SIM905 - kept as distances from now
-_LIMITS = {"context", "max_slots", "seconds_per_pass", "seconds_per_token"}  # of a mock: not what it says
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,7 @@ def _model(target: Backend) -> dict[str, Any]:
     """What must be the same for a request to go on as if nothing had happened. The context may differ."""
     info = target.info
     shape = {name: getattr(info, name) for name in ("vocab_size", "num_columns", "num_layers", "num_hidden")}
-    fingerprint = getattr(target, "fingerprint", None)
-    config = getattr(target, "config", None)
-    if fingerprint is None and is_dataclass(config):
-        settings = ((field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _LIMITS)
-        fingerprint = repr(list(settings))
-    return {"name": info.name, "shape": shape, "layout": _layout(target), "fingerprint": fingerprint}
+    return {"name": info.name, "shape": shape, "layout": _layout(target), "fingerprint": target.identity()}
 
 
 def _layout(target: Backend) -> str:
