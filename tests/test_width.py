@@ -353,6 +353,18 @@ def test_a_context_slope_is_known_when_contexts_have_grown_enough() -> None:
         assert costs.pass_s(1, context=1000.0) == pytest.approx(3.0, rel=0.2), "noise of a twentieth is not much"
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 6000), (8000, 10_400)])
+def test_slopes_are_told_apart_also_behind_long_contexts(first: int, last: int) -> None:
+    """The context takes most of a pass, from the first round on; the number of requests takes nothing."""
+    for seed in range(5):
+        dice, costs = random.Random(seed), CostModel({1: 1.0, 4: 1.0})
+        for context in range(first, last, (last - first) // 300):
+            seconds = (1.0 + 5e-4 * context) * dice.uniform(0.9, 1.1)
+            costs.observe_pass(4, dice.choice((1, 2, 4)), context, seconds)
+        assert costs.pass_s(4, 2, last) == pytest.approx(1.0 + 5e-4 * last, rel=0.1)
+        assert costs.pass_s(4, 4, last) - costs.pass_s(4, 1, last) < 0.1 * (1.0 + 5e-4 * last)
+
+
 def test_more_rows_than_any_round_had_may_cost_less_than_the_profile_says() -> None:
     costs = CostModel({1: 1.0, 4: 2.0, 16: 6.0})
     for _ in range(4):

@@ -144,8 +144,8 @@ class Slope:
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._square = self._product = 0.0  # weighted sums: the quantity's squares, its products with seconds
 
-    def add(self, rows: int, quantity: float, seconds: float, noise: float) -> None:
-        added = 1.0 / (noise * seconds * seconds)  # the inverse of the variance
+    def add(self, rows: int, quantity: float, seconds: float, added: float) -> None:
+        """added: the weight of this round, the inverse of the variance of its seconds."""
         weight, mean_quantity, mean_seconds = self._means.get(rows, (0.0, quantity, seconds))
         weight = SLOPE_DECAY * weight + added
         away, off = quantity - mean_quantity, seconds - mean_seconds
@@ -250,12 +250,15 @@ class CostModel:
             self.curve.move(rows, seconds / self.ratio(rows), 1.0)
         slopes = self._by_context.value * context + self._by_request.value * (requests - 1)
         expected = self.curve(rows) * self.ratio(rows) + slopes
-        if not self.is_profile:
-            seconds = min(seconds, OUTLIER * expected)
+        is_cut = not self.is_profile and seconds > OUTLIER * expected
+        if is_cut:
+            seconds = OUTLIER * expected
         self._noise += NOISE_FOLLOWS * ((seconds / expected - 1.0) ** 2 - self._noise)
         noise = max(self._noise, LEAST_NOISE)
-        self._by_context.add(rows, context, seconds, noise)
-        self._by_request.add(rows, requests, seconds - self._by_context.value * context, noise)
+        if not is_cut:  # a round that was cut does not tell what its context took
+            weight = 1.0 / (noise * seconds * seconds)
+            self._by_context.add(rows, context, seconds, weight)
+            self._by_request.add(rows, requests, seconds - self._by_context.value * context, weight)
         own = max(seconds - slopes, 0.1 * seconds)
         if self.is_profile:
             self.curve.move(rows, own, 0.5)
