@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from outrider.models.heads import open_head
 from outrider.models.opening import open_model
 from outrider.native.library import why_not
 from outrider.sampling.ops import SamplingOps
-from outrider.types import Drafts, Request, Result, SamplingParams
+from outrider.types import Ask, Asks, Batch, Drafts, Job, Request, Result, SamplingParams
 
 import tiny
 from test_heads import reference
@@ -218,7 +218,8 @@ class Watch:
         fused = self.fresh.fuse(self.fresh.pick(states, range(job.cached)))
         assert close(seat.pending, fused[seat.read : seat.read + len(seat.pending)])
         if seat.waiting:
-            waiting = self.head.fuse([self.head.join(parts) for parts in zip(*seat.waiting, strict=True)])
+            parts = [self.head.pick(*given) for given in seat.waiting]
+            waiting = self.head.fuse([self.head.join(one) for one in zip(*parts, strict=True)])
             assert close(waiting, fused[seat.read + len(seat.pending) :]) and len(waiting) == seat.num_waiting
         count = seat.read - seat.first
         slot = self.fresh_target.open([], job.cached + 2)
@@ -235,7 +236,8 @@ class Watch:
             assert close(held[0][..., size:], held[1][..., size:])
             assert close(held[0], held[1])
         self.fresh_target.close(slot)
-        for position in range(pages.page_size - 1, seat.seen if not seat.gap else 0, pages.page_size):
+        known = 0 if seat.gap else seat.read + len(seat.pending)  # what waits has no edges yet
+        for position in range(pages.page_size - 1, known, pages.page_size):
             assert close(self.head.edge(seat.slot, position)[0], fused[position])
 
 
@@ -329,6 +331,36 @@ def test_a_round_reads_what_was_kept_and_one_more(model: Any, any_path: Path, tm
     drafting = [one for one in rounds[1:] if one[0]]  # at its end an answer has no room for drafts
     assert len(drafting) > 5 and any(accepted for _, accepted in drafting)
     assert all(read == accepted + 1 for (_, accepted), (read, _) in pairwise(drafting))
+
+
+def test_hindsight_is_what_it_would_have_drafted(
+    model: Any, any_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_head(tmp_path, "eagle3", model)
+    watch = Watch(model, any_path, tmp_path, prefill_chunk=6)
+    told: list[tuple[list[int], list[tuple[int, int]]]] = []
+    hindsight = watch.drafter.hindsight
+
+    def recorded(jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
+        chains = hindsight(jobs)
+        told.extend((list(job.tokens), one) for job, one in zip(jobs, chains, strict=True))
+        return chains
+
+    def every_fifth_round(batch: Batch) -> list[Asks]:
+        asks = (Ask("eagle", 0),) if next(rounds) % 5 == 4 else ()
+        return [asks for _ in batch.decode]
+
+    rounds = count()
+    monkeypatch.setattr(watch.drafter, "hindsight", recorded)
+    monkeypatch.setattr(watch.engine.loop.controller, "choose", every_fifth_round)
+    results = watch.engine.generate(PROMPTS, max_tokens=24, temperature=0.0)
+    assert ids(results) == plain(any_path, PROMPTS, max_tokens=24, temperature=0.0)
+    following = torch.as_tensor(watch.head.table).argmax(-1).tolist()
+    for tokens, chains in told:
+        assert chains
+        behind = tokens[-len(chains) - 1 :]
+        assert chains == [(int(following[before] == token), 1) for before, token in pairwise(behind)]
+    assert {right for _, chains in told for right, _ in chains} == {0, 1} and len(told) > 6
 
 
 @pytest.mark.parametrize("sampling", [{"accept": "coupled"}, {"accept": "rejection"}])

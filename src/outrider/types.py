@@ -7,6 +7,7 @@ This module holds data only; the loop is in `engine/loop.py`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -378,9 +379,20 @@ class Job:
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
+    def with_tokens(self, tokens: list[int]) -> Job:
+        """A copy that has other tokens behind its prompt."""
+        twin = copy.copy(self)
+        twin.tokens = tokens
+        if self.counts is not None:
+            twin.counts = dict.fromkeys(self.tokens[: self.num_prompt], 0)
+            for token in twin.output:
+                twin.counts[token] = twin.counts.get(token, 0) + 1
+        return twin
+
 
 class Ask(NamedTuple):
-    """What one drafter is asked for: at most `width` tokens, which may branch if `tree`."""
+    """What one drafter is asked for: at most `width` tokens, which may branch if `tree`. A width of 0 asks for
+    hindsight: what it would have drafted for the emitted tokens that it has not read."""
 
     drafter: str
     width: int
@@ -388,6 +400,14 @@ class Ask(NamedTuple):
 
 
 Asks = tuple[Ask, ...]  # of one job: drafters in turn, until one has something to propose
+
+
+class Hindsight(NamedTuple):
+    """The chains that a drafter would have drafted behind each of the last tokens of a job."""
+
+    job: Job
+    drafter: str
+    chains: list[tuple[int, int]]  # of each how many tokens are right, and how many it has
 
 
 class Ended(NamedTuple):
@@ -475,7 +495,7 @@ class Drafts:
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
     `borrowed` names the jobs (by index) whose proposal holds text of another request: refused ones are hidden.
-    `device` is what a draft on the target's own device adds.
+    `hindsight` is what drafters told that were asked for it. `device` is what a draft on the target's own device adds.
     """
 
     counts: list[int]
@@ -488,6 +508,7 @@ class Drafts:
     faults: dict[int, OutriderError] = field(default_factory=dict)
     matched: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
+    hindsight: list[Hindsight] = field(default_factory=list)
     device: DeviceDrafts = field(default_factory=DeviceDrafts)
     _proposals: list[list[int]] | None = None
 

@@ -11,7 +11,6 @@ this: it calls `propose` and `observe` as of any drafter.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,6 +193,9 @@ class RunAheadDrafter(Drafter):
             self._start(jobs, drafts)
         return drafts
 
+    def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
+        return self.inner.hindsight(jobs)
+
     def _take(self, job: Job, width: int, tree: bool) -> Ready | None:
         """The proposal that was drafted ahead for the job, if it still holds and is what is wanted."""
         ready = self._ready.pop(job.id, None)
@@ -231,7 +233,7 @@ class RunAheadDrafter(Drafter):
             length = len(job.tokens) + len(proposal) + 1
             if width >= 1 and self.inner.reserve_ahead(job, length + widest):  # all may go as far as the widest
                 flight.jobs.append(job)
-                flight.copies.append(_assuming(job, proposal))
+                flight.copies.append(job.with_tokens([*job.tokens, *proposal]))
                 flight.starts.append(len(job.tokens))
                 widths.append(width + 1)  # the first is a guess of the target's own token
         if flight.jobs:
@@ -311,14 +313,3 @@ class RunAheadDrafter(Drafter):
             self._drop(self._flight.jobs[0])
         self._pool.shutdown()
         self.inner.close()
-
-
-def _assuming(job: Job, proposal: Sequence[int]) -> Job:
-    """The job as it will be if its whole proposal is kept."""
-    twin = copy.copy(job)
-    twin.tokens = [*job.tokens, *proposal]
-    if job.counts is not None:
-        twin.counts = dict(job.counts)
-        for token in proposal:
-            twin.counts[token] = twin.counts.get(token, 0) + 1
-    return twin

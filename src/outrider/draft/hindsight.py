@@ -1,0 +1,48 @@
+"""Hindsight: what a drafter would have drafted for tokens that were emitted without it.
+
+A drafter that rests has tokens to read before it can draft again. The pass that reads them gives a row for each, and
+says for each whether the draft of one token would have been kept: many tokens are judged by one pass, none is verified.
+
+That holds where a draft is kept if it is the target's own token: for greedy requests, and under `coupled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.sampling.ops import SamplingOps
+from outrider.types import Array, Job
+
+LONGEST = 8  # tokens of a chain
+MOST_JUDGED = 64  # tokens of a job: rows take memory
+
+
+def num_judged(job: Job, unread: int) -> int:
+    """How many of a job's last tokens are judged, where so many are read for it."""
+    return 0 if job.grammar is not None else min(unread, len(job.tokens) - job.num_prompt, MOST_JUDGED)
+
+
+def judge(
+    ops: SamplingOps, jobs: Sequence[Job], counts: Sequence[int], rows: Array, *, longest: int = LONGEST
+) -> list[list[tuple[int, int]]]:
+    """rows: the draft's, one for each of the last `counts[b]` tokens of job b, which follow them. [N, V]"""
+    then: list[Job] = []
+    for job, count in zip(jobs, counts, strict=True):
+        then += [job.with_tokens(job.tokens[:length]) for length in range(len(job.tokens) - count, len(job.tokens))]
+    drawn = ops.draft(then, [[]] * len(then), rows).tokens.tolist() if then else []
+    told, start = [], 0
+    for job, count in zip(jobs, counts, strict=True):
+        pairs = zip(drawn[start : start + count], job.tokens[len(job.tokens) - count :], strict=True)
+        told.append(_chains([token == emitted for token, emitted in pairs], longest))
+        start += count
+    return told
+
+
+def _chains(right: Sequence[bool], longest: int) -> list[tuple[int, int]]:
+    """From each token on: a chain goes on until its first wrong token."""
+    chains = list[tuple[int, int]]()
+    ahead = 0  # right tokens from here on
+    for back, is_right in enumerate(reversed(right), 1):
+        ahead = ahead + 1 if is_right else 0
+        chains.append((min(ahead, longest), min(ahead + 1, longest, back)))
+    return chains[::-1]
