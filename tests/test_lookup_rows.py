@@ -65,7 +65,7 @@ def looking_up(row_s: float, *found: tuple[int, int], rests: bool = True, emitte
     one = replace(job(8), width=None, drafters=("ngram",) if rests else ("ngram", "model"), limit=500)
     one.cached = len(one.tokens) - 1
     for kept, matched in found:
-        controller.acceptance.add(None, "ngram", kept, 8, matched)
+        controller.acceptance.add(None, "ngram", [(kept, 8)], matched)
     batch = Batch([], [], [one], [8])
     controller.choose(batch)
     if emitted > 1:

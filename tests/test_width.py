@@ -23,9 +23,12 @@ from outrider.sched.scheduler import NO_REWIND, ONE_DRAFT
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import ALLOWED_LOSS, MOST_ROUNDS, Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
-from outrider.spec.controller import MEASURE, PROBE, WIDTHS
+from outrider.spec.controller import MEASURE, PROBE
 from outrider.spec.cost_model import CostModel
-from outrider.types import Drafts, Event, Job, Request, SamplingParams, Scores, Verdicts
+from outrider.spec.explore import look
+from outrider.spec.outlook import WIDTHS, Outlook
+from outrider.types import Batch, Drafts, Event, Job, Request, SamplingParams, Scores, Verdicts
+from test_lookups import job_of
 
 from conftest import drafter_of
 
@@ -371,7 +374,6 @@ def test_more_rows_than_any_round_had_may_cost_less_than_the_profile_says() -> N
         costs.observe_pass(4, 1, 0.0, 2.0)
     assert costs.pass_s(4, hopeful=True) == costs.pass_s(4), "measured"
     assert costs.pass_s(6, hopeful=True) < costs.pass_s(6) == pytest.approx(8 / 3, rel=0.01)
-    assert costs.pass_s(8, hopeful=True) == costs.pass_s(8), "too far to be tried"
     costs.observe_pass(6, 1, 0.0, 2.1)
     assert costs.pass_s(6, hopeful=True) == costs.pass_s(6) < 2.4, "one round is enough to know"
     costs.steps["model"] = 0.1  # of a profile
@@ -438,11 +440,11 @@ def test_a_draft_that_reads_its_own_last_token_has_two_rows_in_its_first_step() 
 def test_a_request_begins_like_all_and_moves_from_the_pool() -> None:
     acceptance = Acceptance([MODEL_INFO])
     for number in range(300):
-        acceptance.add(7, "model", 4 if number % 10 else 0, 4)
+        acceptance.add(7, "model", [(4 if number % 10 else 0, 4)])
     assert chance(acceptance, 1) == pytest.approx(0.9, abs=0.05), "a new request"
     assert acceptance.reach(1, "model", 4, alone=True)[3] == pytest.approx(0.9, abs=0.06)
     for _ in range(30):
-        acceptance.add(1, "model", 0, 4)
+        acceptance.add(1, "model", [(0, 4)])
     assert chance(acceptance, 1) < 0.4 and chance(acceptance, 7) > 0.8 and chance(acceptance, 2) > 0.7
     assert acceptance.reach(1, "model", 1, alone=False)[0] > chance(acceptance, 1), "in a batch it moves more slowly"
     acceptance.forget(1)
@@ -452,9 +454,9 @@ def test_a_request_begins_like_all_and_moves_from_the_pool() -> None:
 def test_what_was_learned_is_forgotten() -> None:
     acceptance = Acceptance([MODEL_INFO])
     for _ in range(1000):
-        acceptance.add(1, "model", 1, 1)
+        acceptance.add(1, "model", [(1, 1)])
     for _ in range(60):
-        acceptance.add(1, "model", 0, 1)
+        acceptance.add(1, "model", [(0, 1)])
     assert chance(acceptance, 1) < 0.3
 
 
@@ -462,8 +464,8 @@ def test_lookups_are_known_by_the_length_of_the_match() -> None:
     acceptance = Acceptance([LOOKUP_INFO])
     assert chance(acceptance, 1, "ngram", 1) < 0.3 < 0.7 < chance(acceptance, 1, "ngram", 20)
     for _ in range(100):
-        acceptance.add(None, "ngram", 4, 4, matched=1)
-        acceptance.add(None, "ngram", 0, 4, matched=20)
+        acceptance.add(None, "ngram", [(4, 4)], matched=1)
+        acceptance.add(None, "ngram", [(0, 4)], matched=20)
     assert chance(acceptance, 1, "ngram", 1) > 0.9 and chance(acceptance, 1, "ngram", 20) < 0.1
 
 
@@ -473,11 +475,48 @@ def test_a_prior_counts_until_rounds_say_otherwise() -> None:
     assert measured.reach(1, "model", 3, alone=True) == pytest.approx(prior)
     for acceptance in (measured, unknown):
         for _ in range(5):
-            acceptance.add(None, "model", 0, 1)
+            acceptance.add(None, "model", [(0, 1)])
     assert chance(measured, 1) > 0.45 and chance(unknown, 1) < 0.4, "five misses are bad luck, or not"
     for _ in range(600):
-        measured.add(None, "model", 0, 1)
+        measured.add(None, "model", [(0, 1)])
     assert chance(measured, 1) < 0.2, "it was wrong"
+
+
+def test_what_was_known_long_ago_gives_way_to_what_does_not_fit_it() -> None:
+    found = {}
+    for outdated in (0.0, 0.3):
+        for right in (3, 15):
+            acceptance = Acceptance([MODEL_INFO])
+            for number in range(100):
+                acceptance.add(1, "model", [(int(number % 5 == 0), 1)])
+            tokens = [(1, 1)] * right + [(0, 1)] * (16 - right)
+            acceptance.add(1, "model", tokens, outdated=outdated, overlapping=True)
+            found[outdated, right] = chance(acceptance, 1), acceptance.evidence("model")
+    assert found[0.0, 15][0] < 0.6 and found[0.3, 15][0] > 0.8, "sixteen tokens outweigh a hundred old ones"
+    assert found[0.3, 15][1] < 20 < found[0.3, 3][1], "what fits confirms what was known"
+    assert found[0.3, 3][0] == pytest.approx(found[0.0, 3][0], abs=0.02)
+
+
+def test_a_look_is_worth_what_it_may_bring() -> None:
+    """Plain passes cost 1, drafts of one token 0.3 more: from an acceptance of 0.3 on they pay."""
+    job = job_of([1, 2])
+
+    def looks(kept: int, judged: int, *, rested: int = 0, left: int = 500) -> bool:
+        costs, acceptance = CostModel({1: 1.0, 2: 1.0, 17: 1.0}, {"model": 0.3}), Acceptance([MODEL_INFO])
+        for rows in range(1, 18):
+            costs.observe_pass(rows, 1, 0.0, 1.0)
+        for number in range(judged):
+            acceptance.add(job.id, "model", [(int(number * kept // judged != (number + 1) * kept // judged), 1)])
+        job.limit = len(job.tokens) + left
+        outlook = Outlook(Batch([], [], [job], [1]), {0: "model"}, 1, 0, costs, acceptance, {job.id: 20}, uniform=False)
+        found = look(outlook, 1, 1.0, rested, lambda place: 16, lambda seconds: True)
+        return bool(found.hindsight)
+
+    assert looks(0, 0), "nothing is known"
+    assert looks(2, 10) and not looks(20, 100), "one time in six it is better than it looks; a hundred tokens know"
+    assert not looks(0, 30)
+    assert not looks(0, 30, rested=5) and looks(0, 30, rested=200), "it may have changed"
+    assert not looks(0, 30, rested=200, left=5), "too late to gain anything"
 
 
 # Choosing

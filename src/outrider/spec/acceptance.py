@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from math import exp, lgamma, sqrt
 
 from outrider.draft.base import DrafterInfo
 
@@ -16,8 +16,6 @@ DEPTH = 16  # positions that are told apart
 LEAST_CHANCE = 0.02  # of a position to be reached: less is never worth a row
 POOL_DECAY = 0.995
 OWN_DECAY = 0.97
-ROUND_DECAY = 0.99  # of evidence, for each round in which a drafter rests
-LEAST_EVIDENCE = 8.0  # verified tokens that the pool's evidence does not fade below
 FIRST_GUESS = 0.75  # acceptance of a drafter of which nothing is known
 POOL_STRENGTH = 4.0  # verified tokens that a guess for the pool counts for
 POSITION_STRENGTH = 12.0  # verified tokens that the mean of a position counts for, at the next one
@@ -45,13 +43,10 @@ class Positions:
             kept[position] = kept[position] * decay + (position < accepted)
             verified[position] = verified[position] * decay + (position <= accepted)
 
-    def fade(self, share: float, least: float) -> None:
-        """Evidence counts for a share of what it did, and for `least` verified tokens at least; means stay."""
-        for position, verified in enumerate(self.verified):
-            if verified > least:
-                kept_share = max(share, least / verified)
-                self.kept[position] *= kept_share
-                self.verified[position] *= kept_share
+    def fade(self, share: float) -> None:
+        """Evidence counts for a share of what it did; means stay."""
+        self.kept = [share * kept for kept in self.kept]
+        self.verified = [share * verified for verified in self.verified]
 
     def mean(self, position: int, guess: float, strength: float) -> float:
         """The expected acceptance at a position."""
@@ -68,8 +63,6 @@ class Acceptance:
     def __init__(self, drafters: Iterable[DrafterInfo]) -> None:
         self._priors = {info.name: _conditional(info.prior) for info in drafters}
         self._pools: dict[tuple[str, int], Positions] = {}
-        self._long_run: dict[tuple[str, int], Positions] = {}  # the same, without ageing: what the pool returns to
-        self._aged: dict[str, int] = {}  # drafter -> the round in which its evidence was last aged
         self._own: dict[int, dict[tuple[str, int], Positions]] = {}  # by job id
 
     def reach(
@@ -81,6 +74,7 @@ class Acceptance:
         alone: bool,
         matched: int | None = None,
         doubt: float = 0.0,
+        least: float = LEAST_CHANCE,
     ) -> list[float]:
         """For each position the probability that a chain is kept up to and including it, as far as that is worth a row.
 
@@ -101,42 +95,87 @@ class Acceptance:
                 evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
                 if own is not None:
                     evidence = own.verified[position] + min(strength, evidence)
-                mean = max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence))
+                mean = min(1.0, max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence)))
             reached *= mean
+            chances.append(reached)
+            if reached < least:
+                break
+        return chances
+
+    def add(
+        self,
+        job_id: int | None,
+        drafter: str,
+        chains: Sequence[tuple[int, int]],
+        matched: int | None = None,
+        *,
+        outdated: float = 0.0,
+        overlapping: bool = False,
+    ) -> None:
+        """Chains were judged, of which so many tokens were (accepted, drafted). job_id: None where the request's width
+        is fixed anyway. outdated: the chance that acceptance has changed since it was last seen. overlapping: they
+        begin at each token of a text."""
+        records = self._records(job_id, drafter, matched)
+        judged = [(min(accepted, DEPTH), min(drafted, DEPTH)) for accepted, drafted in chains]
+        if outdated and judged:
+            alone = judged if not overlapping else [(min(accepted, 1), 1) for accepted, _ in judged]
+            self._forget(records, outdated, self._likelihood(job_id, drafter, alone), alone)
+        for accepted, drafted in judged:
+            # of chains that overlap, each counts as old as the text that it does not share
+            share = 1.0 / (1 + accepted) if overlapping else 1.0
+            for record, decay in records:
+                record.add(accepted, drafted, decay**share)
+
+    def _likelihood(self, job_id: int | None, drafter: str, chains: Sequence[tuple[int, int]]) -> float:
+        """How likely these chains are, as far as acceptance is known."""
+        longest = max([drafted for _, drafted in chains])
+        chances = [1.0, *self.reach(-1 if job_id is None else job_id, drafter, longest, alone=False, least=0.0)]
+        likelihood = 1.0
+        for accepted, drafted in chains:
+            likelihood *= chances[accepted] - (chances[accepted + 1] if accepted < drafted else 0.0)
+        return max(0.0, likelihood)
+
+    def _forget(
+        self,
+        records: Sequence[tuple[Positions, float]],
+        outdated: float,
+        as_known: float,
+        chains: Sequence[tuple[int, int]],
+    ) -> None:
+        """Old evidence counts for less, the better the chains fit a change, after which any acceptance is as likely."""
+        right, wrong = sum([one for one, _ in chains]), sum([accepted < drafted for accepted, drafted in chains])
+        anew = exp(lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2))
+        changed = outdated * anew / (outdated * anew + (1.0 - outdated) * as_known)
+        for record, _ in records:
+            record.fade(1.0 - changed)
+
+    def _records(self, job_id: int | None, drafter: str, matched: int | None) -> list[tuple[Positions, float]]:
+        key = (drafter, _match_class(matched))
+        records = [(self._pools.setdefault(key, Positions()), POOL_DECAY)]
+        if job_id is not None:
+            records.append((self._own.setdefault(job_id, {}).setdefault(key, Positions()), OWN_DECAY))
+        return records
+
+    def knows(self, drafter: str) -> bool:
+        """Whether a prior was measured, or enough was judged to outweigh a guess."""
+        pool = self._pools.get((drafter, _match_class(None)))
+        return bool(self._priors.get(drafter)) or (pool is not None and sum(pool.verified) > POOL_STRENGTH)
+
+    def evidence(self, drafter: str) -> float:
+        """First tokens of chains that were judged, old ones counting for less."""
+        pool = self._pools.get((drafter, _match_class(None)))
+        return 0.0 if pool is None else pool.verified[0]
+
+    def first_guess(self, drafter: str, width: int) -> list[float]:
+        """The reach of a drafter of which nothing was seen."""
+        chances, reached = [], 1.0
+        prior = self._priors.get(drafter, ())
+        for position in range(min(width, DEPTH)):
+            reached *= prior[position] if position < len(prior) else prior[-1] if prior else FIRST_GUESS
             chances.append(reached)
             if reached < LEAST_CHANCE:
                 break
         return chances
-
-    def add(self, job_id: int | None, drafter: str, accepted: int, drafted: int, matched: int | None = None) -> None:
-        """A chain of `drafted` tokens was verified. job_id: None where the request's width is fixed anyway."""
-        key = (drafter, _match_class(matched))
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = Positions()
-        pool.add(accepted, drafted, POOL_DECAY)
-        long_run = self._long_run.get(key)
-        if long_run is None:
-            long_run = self._long_run[key] = Positions()
-        long_run.add(accepted, drafted, POOL_DECAY)
-        if job_id is None:
-            return
-        records = self._own.setdefault(job_id, {})
-        own = records.get(key)
-        if own is None:
-            own = records[key] = Positions()
-        own.add(accepted, drafted, OWN_DECAY)
-
-    def age(self, drafter: str, now: int) -> None:
-        """Old evidence counts for less. now: rounds so far; those since the last call are what has passed."""
-        key = (drafter, _match_class(None))
-        passed = now - self._aged.get(drafter, now)
-        self._aged[drafter] = now
-        if key in self._pools:
-            self._pools[key].fade(ROUND_DECAY**passed, LEAST_EVIDENCE)
-        for own in self._own.values():
-            if key in own:
-                own[key].fade(ROUND_DECAY**passed, 0.0)
 
     def forget(self, job_id: int) -> None:
         self._own.pop(job_id, None)
@@ -150,8 +189,7 @@ class Acceptance:
         guess = FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
         if pool is None:
             return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
-        long_run = self._long_run[key]
-        mean, means = long_run.overall(guess), list[float]()
+        mean, means = pool.overall(guess), list[float]()
         for position in range(width):
             if position < len(prior):
                 mean = pool.mean(position, prior[position], PRIOR_STRENGTH)

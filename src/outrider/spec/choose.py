@@ -43,6 +43,20 @@ class Choice(NamedTuple):
         return ours / theirs
 
 
+def weigh(widths: Mapping[int, int], candidates: Sequence[Candidate], setting: Setting) -> Choice:
+    """A round with these widths."""
+    tokens, steps, whole = setting.tokens, list[float](), 0.0
+    for one in candidates:
+        chances = one.reach[: widths.get(one.place, 0)]
+        tokens += sum(chances)
+        steps += [0] * (len(chances) - len(steps))
+        for step in range(len(chances)):
+            steps[step] += 1
+        whole += chances[-1] if chances else 0.0
+    drafted = int(sum(steps))
+    return Choice(widths, tokens, setting.seconds(drafted, [steps[0] + whole, *steps[1:]] if steps else ()))
+
+
 def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
     """Widths for each request on its own.
 

@@ -1,11 +1,12 @@
 """The width controller: how many tokens to draft for each request, 0 included, from measured costs and acceptance.
 
-`cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths. A
-decision stands for a few rounds. While it says plain, a cheap probe now and then finds out whether that is still right;
-while it says draft, a plain round now and then confirms what plain decoding costs.
+`cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths, and
+`outlook.py` says what those bring over the rest of the answers. A decision stands for a few rounds. While it says
+plain, `explore.py` looks now and then whether that is still right; while it says draft, a plain round now and then
+confirms what plain decoding costs.
 
-Never slower is kept by an account: what drafting gains or loses against plain decoding is measured in every round. What
-is not known to pay (a probe, a drafter of which little was seen) is tried only as far as the account covers it.
+Never slower is kept by an account: what drafting gains or loses against plain decoding is measured in every round.
+Looks are made only as far as it covers them, and drafting begins only if it repays what was lost.
 
 Fixed widths are applied outside of the decision and never changed. Lookups (ngram, suffix) cost nothing to try: what
 they find is cut where the next row costs more than it is expected to gain (`trim`).
@@ -13,30 +14,25 @@ they find is cut where the next row costs more than it is expected to gain (`tri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import exp
 from typing import NamedTuple
 
 from outrider.draft.base import DrafterInfo
 from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import Account
-from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
 from outrider.spec.cost_model import CostModel
+from outrider.spec.explore import ALIKE, look
+from outrider.spec.outlook import Outlook, to_catch_up
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
-HOLD = 8  # rounds that a decision stands
-GAIN = 1.05  # what drafting must bring to begin: in a batch, requests that drift apart cost some of it
-STAY = 1.02  # what it must bring to go on
-LONGEST_GAP = 64  # rounds between two probes,
-PROBE_SHARE = 0.004  # or as many as make a probe cost so much of the time
-HORIZON = 512  # tokens of an answer that are counted on, whatever its limit is
-DOUBT_DEVIATIONS = 0.5  # standard deviations that acceptance may well be worse by than it looks
-MOST_PROBED = 8  # tokens that a probe drafts
-REPAY = 2.0  # times what catching up costs, that the rest of the answers must gain
+HOLD = 8  # rounds that a decision stands, or as many as bring so many tokens to each request
+DOUBT = 0.75  # standard deviations by which acceptance may be worse than it looks, for drafting to begin,
+UNKNOWN = 2.0  # and where nothing was seen yet, but hindsight will soon tell
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
 PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
 
 PAYS = "drafting pays: about "
 PROBE = "probing whether drafting pays"
@@ -73,6 +69,10 @@ class WidthController:
         self._unread: dict[int, int] = {}  # job id -> tokens that its drafter has not read
         self._reading_s: dict[str, float] = {}  # drafter -> seconds that it has been catching up for
         self._found: dict[int, Found] = {}  # job id -> the lookup of this round
+        # a device that runs ahead of the host would have to wait for hindsight
+        self._with_hindsight = frozenset(info.name for info in drafters if info.hindsight and not uniform)
+        self._asked: dict[int, str] = {}  # job id -> the drafter that is asked for hindsight in this round
+        self._told: set[str] = set()  # drafters that were asked for it
         # The decision that stands
         self._key: tuple[object, ...] = ()
         self._left = 0  # rounds
@@ -86,8 +86,7 @@ class WidthController:
         self._widest = 0  # width of this round
         self._width_changed = False  # since the round before
         self._plain_round = 0  # number of the last round without drafts
-        self._probed = -HOLD  # the round of the last probe
-        self._probe_gap = HOLD  # rounds until the next one: twice as many after each that kept nothing
+        self._looked = 0  # the last round in which a drafter was judged
         self.account = Account()
         self._plain_token_s = 0.0  # seconds of a token of plain decoding
         self._pace = (0.0, 0.0)  # seconds and tokens of the last rounds, decayed
@@ -133,13 +132,13 @@ class WidthController:
             return tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
         tree, width = self._trees and bool(job.tree), self._widths.get(job.id, 0)
         width = min(room, width * TREE_LEVEL if tree else width)
-        return tuple(
-            [
-                Ask(name, room if name in self._lookups else width, tree)
-                for name in job.drafters
-                if width or name in self._lookups
-            ]
-        )
+        asked = self._asked.get(job.id)
+        asks = [
+            Ask(name, room if name in self._lookups else width, tree)
+            for name in job.drafters
+            if width or name in self._lookups
+        ]
+        return tuple(asks) if asked is None else (Ask(asked, 0), *asks)
 
     def _computing(self, job: Job) -> str | None:
         """The job's first drafter that computes; lookups need no decision."""
@@ -149,160 +148,84 @@ class WidthController:
         return None
 
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
-        num_jobs = len(batch.decode)
         was_drafting, self._is_drafting = self._is_drafting, False
-        self._widths, self._rival = {}, 0.0
+        self._widths, self._asked, self._rival = {}, {}, 0.0
+        num_jobs = len(batch.decode)
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
-        rows = num_jobs + fixed
-        steady = self._setting(rows, num_jobs, free)
-        plain_s = steady.seconds(0, ())
-        self._token_s = self._plain_token_s = plain_s / max(1, num_jobs)
+        outlook = Outlook(
+            batch,
+            free,
+            num_jobs + fixed,
+            self._context,
+            self.costs,
+            self.acceptance,
+            self._unread,
+            uniform=self._uniform,
+        )
+        self._token_s = self._plain_token_s = outlook.plain_s / max(1, num_jobs)
         self._reason = LOOKUP
         if not free:
             return
-        candidates = self._candidates(batch, free)
-        best = self._best(candidates, self._setting(rows, num_jobs, free, hopeful=was_drafting), None)
-        ratio = best.tokens / best.seconds * plain_s / num_jobs
-        entry_s, left = self._entry_s(batch, free, best.widths), self._tokens_left(batch)
-        outlook, later_s = best, plain_s
-        if entry_s:  # paid once, and repaid by the rest of the answers, whose contexts grow meanwhile
-            later = self._setting(rows, num_jobs, free, growth=left / 2)
-            outlook, later_s = self._best(candidates, later, None), later.seconds(0, ())
-        pays = bool(best.widths) and ratio >= (STAY if was_drafting else GAIN)
-        pays = pays and self._repays(entry_s, left / num_jobs, outlook, later_s, num_jobs)
-        is_sure = pays and self._still_pays(batch, free, outlook, later_s)
-        pays = pays and (is_sure or self.account.covers(entry_s, left * self._plain_token_s))
-        if pays:
-            self._token_s = best.seconds / best.tokens
-            self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
-            if self._fed != rows:  # a prefill shares the pass: a token keeps the value of a steady round
-                best = self._best(candidates, self._setting(self._fed, num_jobs, free), self._token_s)
-                self._left = 1
+        is_unknown = not was_drafting and self._is_unknown(batch, free)
+        candidates = outlook.candidates(doubt=0.0 if was_drafting else UNKNOWN if is_unknown else DOUBT)
+        growth = 0.0 if was_drafting else outlook.tokens_left / 2
+        setting = outlook.setting(outlook.rows, hopeful=was_drafting, growth=growth)
+        best = outlook.best(candidates, setting)
+        ratio = best.tokens / best.seconds * setting.seconds(0, ()) / num_jobs
+        # to begin, it must repay twice what catching up takes, and what was lost before
+        needed_s = 0.0 if was_drafting else outlook.entry_s(best.widths) + self.account.debt
+        pays = bool(best.widths) and outlook.gain_s(best.widths, candidates) > needed_s
         self._is_drafting = pays
         self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
-        is_plain_due = self.costs.num_rounds - self._plain_round >= PLAIN_EVERY
-        if pays and is_plain_due and self.account.pay(plain_s * (1.0 - 1.0 / ratio)):
-            self._reason = MEASURE
-        elif pays:
-            self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-            if not self.costs.has_seen(rows + sum(best.widths.values())):
-                self._left = 1  # look again at once
-            elif not is_sure:
-                self._left = HOLD // 4  # and soon
-        else:
-            self._probe(batch, free, candidates)
-
-    def _candidates(self, batch: Batch, free: Mapping[int, str]) -> list[Candidate]:
-        alone = len(batch.decode) == 1
-        return [
-            Candidate(index, self.acceptance.reach(batch.decode[index].id, name, batch.room[index], alone=alone))
-            for index, name in free.items()
-        ]
-
-    def _tokens_left(self, batch: Batch) -> int:
-        """Tokens that are left of these answers, as far as they are counted on."""
-        return sum([min(job.limit - len(job.tokens), HORIZON) for job in batch.decode])
-
-    def _best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None) -> Choice:
-        """Equal widths, unless widths of their own are clearly better: small differences are noise of estimates."""
-        uniform = choose_uniform(candidates, setting, WIDTHS, token_s)
-        if self._uniform or len(candidates) == 1:
-            return uniform
-        pairs = choose_pairs(candidates, setting, token_s)
-        return pairs if pairs.gain(uniform, token_s) > GAIN else uniform
-
-    def _still_pays(self, batch: Batch, free: Mapping[int, str], choice: Choice, plain_s: float) -> bool:
-        """Whether the chosen widths gain something even if acceptance is as low as it may well be."""
-        num_jobs, gained = len(batch.decode), 0.0
-        for index, width in choice.widths.items():
-            job_id, name = batch.decode[index].id, free[index]
-            gained += sum(self.acceptance.reach(job_id, name, width, alone=num_jobs == 1, doubt=DOUBT_DEVIATIONS))
-        return (num_jobs + gained) * plain_s > num_jobs * choice.seconds
-
-    def _setting(
-        self, rows: int, num_jobs: int, free: Mapping[int, str], *, hopeful: bool = False, growth: float = 0.0
-    ) -> Setting:
-        """hopeful: what no round has confirmed costs as little as it may. growth: of the context, until then."""
-        costs, context, names = self.costs, self._context + growth, set(free.values())
-
-        def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
-            draft_s = max([costs.draft_s(name, rows_by_step, hopeful=hopeful) for name in names], default=0.0)
-            return costs.pass_s(rows + drafted, num_jobs, context, hopeful=hopeful) + draft_s
-
-        return Setting(num_jobs, seconds)
-
-    def _entry_s(self, batch: Batch, free: Mapping[int, str], places: Collection[int]) -> float:
-        """Seconds until the drafters of these jobs have caught up."""
-        unread = sum([self._unread_tokens(batch.decode[place]) for place in places])
-        return max([self.costs.read_s(free[place], unread, len(places)) for place in places], default=0.0)
-
-    def _repays(self, entry_s: float, rounds: float, outlook: Choice, plain_s: float, num_jobs: int) -> bool:
-        """Whether the rest of the answers gains more than it costs drafters to catch up, and what was lost before.
-
-        rounds: of plain decoding that are left. What is hardly a gain does not count: requests of a batch that drift
-        apart take it away.
-        """
-        gained_s = rounds * (plain_s - STAY * num_jobs * outlook.seconds / outlook.tokens)
-        return entry_s == 0.0 or gained_s > REPAY * entry_s + self.account.debt
-
-    def _unread_tokens(self, job: Job) -> int:
-        """Tokens of the job that its drafter has not read; a few are part of every proposal, and do not count."""
-        unread = self._unread.get(job.id, job.num_prompt - 1)
-        return unread if unread > 2 else 0
-
-    def _probe(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate]) -> None:
-        """Let a few requests draft, if the account covers what that loses and drafting could pay at all."""
-        num_jobs = len(batch.decode)
-        rested = self.costs.num_rounds - self._probed
-        setting = self._setting(self._fed, num_jobs, free)
-        now_s = setting.seconds(0, ())
-        if not self._may_pay(batch, free, candidates, now_s):
+        if not pays:
+            self._look(batch, outlook)
             return
-        entries = {one.place: self._entry_s(batch, free, [one.place]) for one in candidates}
-        cheapest = sorted(candidates, key=lambda one: entries[one.place])[: max(1, num_jobs // 4)]
-        total = 0.0
-        for candidate in cheapest:
-            job, name = batch.decode[candidate.place], free[candidate.place]
-            width, loss = self._probe_width(candidate, setting, now_s)
-            total += max(0.0, loss) + entries[candidate.place]
-            is_due = rested >= self._probe_gap or PROBE_SHARE * now_s * rested >= total
-            if not is_due or not self.account.covers(total, self._tokens_left(batch) * self._plain_token_s):
-                break
-            self._widths[job.id] = width
-            if self._probed < self.costs.num_rounds:
-                self._reason, self._left, self._probed = PROBE, 1, self.costs.num_rounds
-                self._probe_gap = min(2 * self._probe_gap, LONGEST_GAP)
-            self.acceptance.age(name, self.costs.num_rounds)
+        self._token_s = best.seconds / best.tokens
+        self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
+        is_plain_due = self.costs.num_rounds - self._plain_round >= PLAIN_EVERY
+        if is_plain_due and self.account.pay(outlook.plain_s * (1.0 - 1.0 / ratio)):
+            self._reason = MEASURE
+            return
+        self._left = max(1, round(HOLD * num_jobs / best.tokens))
+        if self._fed != outlook.rows:  # a prefill shares the pass: a token keeps the value of a steady round
+            best = outlook.best(candidates, outlook.setting(self._fed), self._token_s)
+            self._left = 1
+        if not self.costs.has_seen(outlook.rows + sum(best.widths.values())):
+            self._left = 1  # look again at once
+        self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
 
-    def _may_pay(self, batch: Batch, free: Mapping[int, str], candidates: Sequence[Candidate], now_s: float) -> bool:
-        """Whether some width would pay if all its drafts were kept and cost as little as they may."""
-        num_jobs = len(batch.decode)
-        at_best = self._setting(self._fed, num_jobs, free, hopeful=True)
-        most = max([batch.room[one.place] for one in candidates])
-        for width in WIDTHS:
-            if width > most:
-                break
-            drafted = [min(width, batch.room[one.place]) for one in candidates]
-            rows_by_step = [2 * len(drafted), *[len(drafted)] * (width - 1)]
-            if (num_jobs + sum(drafted)) * now_s >= GAIN * num_jobs * at_best.seconds(sum(drafted), rows_by_step):
-                return True
-        return False
+    def _look(self, batch: Batch, outlook: Outlook) -> None:
+        """Find out whether drafting pays after all, if that is worth what it costs."""
 
-    def _probe_width(self, candidate: Candidate, setting: Setting, now_s: float) -> tuple[int, float]:
-        """The width that loses least for each token it verifies, and what it loses."""
-        best, num_jobs = (1, 0.0, float("inf")), setting.tokens
-        verified, tokens = 0.0, 0.0
-        for width, chance in enumerate(candidate.reach[:MOST_PROBED], 1):
-            verified += candidate.reach[width - 2] if width > 1 else 1.0
-            tokens += chance
-            # what a single row costs drowns in noise, so its share of a row for every request counts
-            rows_s = max(
-                setting.seconds(width, ()) - now_s, (setting.seconds(round(width * num_jobs), ()) - now_s) / num_jobs
-            )
-            loss = rows_s + setting.seconds(0, (1,) * width) - now_s - tokens * self._token_s
-            if loss / verified < best[2]:
-                best = (width, loss, loss / verified)
-        return best[0], best[1]
+        def affordable(seconds: float) -> bool:
+            return self.account.covers(seconds, outlook.tokens_left * self._plain_token_s)
+
+        def judgeable(place: int) -> int | None:
+            job = batch.decode[place]
+            if not self._has_hindsight(job, outlook.free[place]):
+                return None
+            return min(self._unread.get(job.id, len(job.tokens) - 1), len(job.output))
+
+        rested = self.costs.num_rounds - self._looked
+        found = look(outlook, self._fed, self._token_s, rested, judgeable, affordable)
+        self._widths = {batch.decode[place].id: width for place, width in found.widths.items()}
+        self._asked = {batch.decode[place].id: outlook.free[place] for place in found.hindsight}
+        if self._widths or self._asked:
+            self._reason, self._left = PROBE, 1
+        elif found.wait is not None:
+            self._left = min(self._left, found.wait)
+
+    def _is_unknown(self, batch: Batch, free: Mapping[int, str]) -> bool:
+        """Whether nothing is known of the drafters yet, and hindsight will soon tell."""
+        for place, name in free.items():
+            if self.acceptance.knows(name) or name in self._told or not self._has_hindsight(batch.decode[place], name):
+                return False
+        return True
+
+    def _has_hindsight(self, job: Job, name: str) -> bool:
+        """Whether hindsight tells the job's acceptance: a draft is kept if it is the target's own token."""
+        is_certain = job.rule == "coupled" or job.params.temperature == 0.0
+        return name in self._with_hindsight and is_certain and job.grammar is None
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each lookup proposal to verify. The rest still teaches, once the target's are known."""
@@ -358,7 +281,9 @@ class WidthController:
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
             self._pace = (PACE_DECAY * self._pace[0] + times.round_s, PACE_DECAY * self._pace[1] + emitted)
-        kept_any = drafted_any = False
+        rested = max(0, self.costs.num_rounds - self._looked - 1)
+        outdated = 1.0 - exp(-rested / ALIKE)  # the chance that acceptance has changed since it was seen
+        looked = {told.job.id for told in drafts.hindsight if told.chains}
         for job, outcome in outcomes:
             if not job.drafters:
                 continue
@@ -367,14 +292,18 @@ class WidthController:
                 self._learn_lookup(job, found)
             if outcome.drafted and outcome.maker not in self._lookups:
                 own = None if job.width is not None else job.id
-                self.acceptance.add(own, outcome.maker, outcome.accepted, outcome.depth)
-                drafted_any = True
-                kept_any |= outcome.accepted > 0
+                self.acceptance.add(own, outcome.maker, [(outcome.accepted, outcome.depth)], outdated=outdated)
+                self._looked = self.costs.num_rounds
                 self._unread[job.id] = int(outcome.accepted == outcome.depth)  # it has not read its own last token
+            elif job.id in looked:
+                self._unread[job.id] = outcome.emitted + 1
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
-        if drafted_any:
-            self._probe_gap = 1 if kept_any else max(HOLD, self._probe_gap)
+        for told in drafts.hindsight:
+            own = None if told.job.done else told.job.id  # nothing is kept of a job that is over
+            self.acceptance.add(own, told.drafter, told.chains, outdated=outdated, overlapping=True)
+            self._looked = self.costs.num_rounds
+            self._told.add(told.drafter)
         self._found.clear()
         return self._count(batch)
 
@@ -387,6 +316,8 @@ class WidthController:
         gained = 0.0
         drafted = sum([outcome.drafted for _, outcome in outcomes])
         is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
+        if self._asked and not drafted:
+            gained = -times.draft_s
         if drafted and is_free and not times.skip:
             rows, num_jobs = times.num_fed, len(batch.decode)
             plain_s = self.costs.pass_s(rows - drafted, num_jobs, self._context)
@@ -403,7 +334,8 @@ class WidthController:
         while right < min(len(found.tokens), len(emitted)) and found.tokens[right] == emitted[right]:
             right += 1
         own = None if job.width is not None else job.id
-        self.acceptance.add(own, found.drafter, right, min(len(found.tokens), len(emitted)), found.matched)
+        judged = min(len(found.tokens), len(emitted))
+        self.acceptance.add(own, found.drafter, [(right, judged)], found.matched)
 
     def _learn_costs(
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
@@ -426,7 +358,12 @@ class WidthController:
             if name in self._lookups:
                 continue
             steps = _requests_by_step(outcomes, name)
-            unread = sum([self._unread_tokens(job) for job in batch.decode if name in job.wanted])
+            looked = [told.job for told in drafts.hindsight if told.drafter == name and told.chains]
+            if looked:
+                self._learn_reading(name, looked, seconds, outcomes)
+                continue
+            drafted = [job for job, outcome in outcomes if outcome.maker == name]
+            unread = sum([to_catch_up(job, self._unread) for job in (drafted or batch.decode) if name in job.wanted])
             if unread and not steps:  # it reads on, and drafts when it is through
                 self._reading_s[name] = self._reading_s.get(name, 0.0) + seconds
             elif unread:
@@ -435,6 +372,16 @@ class WidthController:
             elif steps and not drafts.parents:
                 steps[0] += sum([self._unread.get(job.id, 0) for job in batch.decode if name in job.wanted])
                 self.costs.observe_draft(name, steps, seconds)
+
+    def _learn_reading(
+        self, name: str, jobs: Sequence[Job], seconds: float, outcomes: Sequence[tuple[Job, Outcome]]
+    ) -> None:
+        """It read all but the last token of these jobs, and drafted for none."""
+        emitted = {job.id: outcome.emitted for job, outcome in outcomes}
+        unread = [self._unread.get(job.id, len(job.tokens) - emitted.get(job.id, 0)) - 1 for job in jobs]
+        self.costs.observe_read(
+            name, sum(unread) - len(jobs), len(jobs), seconds - self.costs.draft_s(name, [len(jobs)])
+        )
 
     def _skip_timing(self, times: RoundTimes) -> bool:
         """Whether the times of this round must not be learned: a kernel was compiled, or the device waited for the host
@@ -456,6 +403,7 @@ class WidthController:
         self._unread.pop(job.id, None)
         self._found.pop(job.id, None)
         self._widths.pop(job.id, None)
+        self._asked.pop(job.id, None)
 
     def holds(self, job: Job) -> bool:
         """Whether anything is remembered of the job."""

@@ -23,8 +23,7 @@ NOISE = 0.004  # of a round, at first: later it is what rounds differed by
 NOISE_FOLLOWS = 0.02
 LEAST_NOISE = 0.001
 STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
-HOPE = 0.95  # of what a pass of more rows than any round had seems to take: it may take as little,
-HOPE_TO = 1.5  # up to so many times as many rows
+HOPE = 0.9  # of what a pass of more rows than any round had seems to take: it may take as little
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
@@ -174,7 +173,7 @@ class CostModel:
         self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self.num_rounds = 0
         self._seen: set[int] = set()  # row counts that rounds had
-        self._widest_seen = 0
+        self.widest_seen = 0  # most rows that a round had
         self.is_profile = False  # whether one round settles a point
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
         self._noise = NOISE
@@ -186,7 +185,7 @@ class CostModel:
         self.is_profile = False
         self.num_rounds = 0
         self._seen.clear()
-        self._widest_seen = 0
+        self.widest_seen = 0
         self._rows_s.clear()
         self.ratio = Ratios()
 
@@ -201,8 +200,8 @@ class CostModel:
 
     def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, *, hopeful: bool = False) -> float:
         """hopeful: some more rows than any round had may cost less than the profile says. One round corrects that."""
-        widest = self._widest_seen
-        share = HOPE if hopeful and widest < rows <= HOPE_TO * widest else 1.0
+        widest = self.widest_seen
+        share = HOPE if hopeful and rows > widest else 1.0
         extra = self._by_context.value * context + self._by_request.value * (requests - 1)
         return share * self.rows_s(rows) + extra
 
@@ -265,7 +264,7 @@ class CostModel:
             return
         self.ratio.observe(rows, own / self.curve(rows), noise)
         self._seen.add(rows)
-        self._widest_seen = max(rows, self._widest_seen)
+        self.widest_seen = max(rows, self.widest_seen)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
