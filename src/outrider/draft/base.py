@@ -20,9 +20,9 @@ class DrafterInfo:
 
     `hidden_layers` are the target's hidden states that `observe` reads (see `ModelInfo.num_hidden`). `lookup` drafters
     find text instead of computing it: their proposals are one-hot, cost next to nothing, and carry `Drafts.matched`, by
-    which the controller cuts them. `run_ahead` drafters have `propose_ahead`, and those with
-    `hindsight` the method of that name. `prior` is the share of chains that were kept up to each position in an earlier
-    measurement, such as a head's training.
+    which the controller cuts them. `run_ahead` drafters have `propose_ahead`, those with `hindsight` the method of that
+    name. `prior` is the share of chains that were kept up to each position in an earlier measurement, such as a head's
+    training.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Drafter(ABC):
         return 0
 
     def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        """Read all but the last token of each job, and tell which chains it would have drafted for the emitted ones
-        among them. Only if `info.hindsight`."""
+        """Read all but the last token of each job. For each of the emitted tokens among them, and the last, the chain
+        that it would have drafted from there: (right, drafted). Only if `info.hindsight`."""
         raise NotImplementedError(f"{self.name} knows no hindsight")
 
     def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:

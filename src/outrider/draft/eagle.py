@@ -94,10 +94,9 @@ class EagleDrafter(Drafter):
         its own guesses is worse, and no chain is longer than that."""
         some = [job for job in jobs if self._room(job, 1, Drafts([], None))]
         self._fuse_waiting(some)
-        counts = [len(self.seats[job.id].pending) - 1 for job in some]
-        some = [job for job, count in zip(some, counts, strict=True) if count]
-        counts = [num_judged(job, count) for job, count in zip(some, filter(None, counts), strict=True)]
-        if not some:
+        some = [job for job in some if len(self.seats[job.id].pending) > 1]
+        counts = [num_judged(job, len(self.seats[job.id].pending) - 1) for job in some]
+        if not any(counts):
             return [[] for _ in jobs]
         outputs = self._read_pending(some, but=1)
         rows = [one[len(one) - count :] for one, count in zip(outputs, counts, strict=True)]

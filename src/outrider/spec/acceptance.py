@@ -166,12 +166,11 @@ class Acceptance:
         pool = self._pools.get((drafter, _match_class(None)))
         return 0.0 if pool is None else pool.verified[0]
 
-    def first_guess(self, drafter: str, width: int) -> list[float]:
-        """The reach of a drafter of which nothing was seen."""
-        chances, reached = [], 1.0
-        prior = self._priors.get(drafter, ())
-        for position in range(min(width, DEPTH)):
-            reached *= prior[position] if position < len(prior) else prior[-1] if prior else FIRST_GUESS
+    def prior_reach(self, drafter: str, width: int) -> list[float]:
+        """The reach of a drafter of which nothing was judged yet."""
+        chances, reached = list[float](), 1.0
+        for mean in self._prior_means(drafter, -1, min(width, DEPTH)):
+            reached *= mean
             chances.append(reached)
             if reached < LEAST_CHANCE:
                 break
@@ -188,7 +187,7 @@ class Acceptance:
         pool, prior = self._pools.get(key), self._priors.get(drafter, ())
         guess = FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
         if pool is None:
-            return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
+            return self._prior_means(drafter, key[1], width)
         mean, means = pool.overall(guess), list[float]()
         for position in range(width):
             if position < len(prior):
@@ -197,6 +196,12 @@ class Acceptance:
                 mean = pool.mean(position, mean, POSITION_STRENGTH)
             means.append(mean)
         return means
+
+    def _prior_means(self, drafter: str, match_class: int, width: int) -> list[float]:
+        """The acceptance at each position before anything was judged."""
+        prior = self._priors.get(drafter, ())
+        guess = FIRST_GUESS if match_class < 0 else FIRST_MATCH_GUESSES[match_class]
+        return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
 
 
 def _match_class(matched: int | None) -> int:

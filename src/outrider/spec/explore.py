@@ -51,7 +51,7 @@ def look(
     affordable: whether so many seconds may be lost."""
     rounds = outlook.tokens_left / len(outlook.jobs)
     luck_s = LUCK * outlook.most_gain_s(outlook.candidates(doubt=-1.0))
-    change_s = 0.5 * rested / ALIKE * outlook.most_gain_s(outlook.strangers())
+    change_s = 0.5 * rested / ALIKE * outlook.most_gain_s(outlook.prior_candidates())
     setting = outlook.setting(fed)
 
     def is_due(look_s: float, read_s: float, judged: float) -> bool:
@@ -77,12 +77,12 @@ def look(
     tokens = {place: count for place in places if (count := judgeable(place)) is not None}
     if tokens:
         return _by_hindsight(outlook, tokens, is_due)
-    strangers = {one.place: one for one in outlook.strangers()}
+    by_place = {one.place: one for one in outlook.prior_candidates()}
     widths: dict[int, int] = {}
     total_s = read_s = judged = 0.0
     for place in places[: max(1, len(outlook.jobs) // SHARE)]:
         entry_s = outlook.entry_s([place])
-        width, loss_s = _cheapest(strangers[place], setting, token_s, entry_s)
+        width, loss_s = _cheapest(by_place[place], setting, token_s, entry_s)
         total_s, read_s, judged = total_s + loss_s, read_s + entry_s, judged + width
         if not is_due(total_s, read_s, judged):
             break

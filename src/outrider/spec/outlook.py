@@ -43,8 +43,7 @@ class Outlook:
         self._acceptance = acceptance
         self._unread = unread
         self._uniform = uniform
-        self.now = self.setting(rows)
-        self.plain_s = self.now.seconds(0, ())
+        self.plain_s = self.setting(rows).seconds(0, ())
 
     def candidates(self, doubt: float = 0.0) -> list[Candidate]:
         """doubt: standard deviations by which acceptance is worse than it looks."""
@@ -54,9 +53,9 @@ class Outlook:
             for at, name in self.free.items()
         ]
 
-    def strangers(self) -> list[Candidate]:
-        """As if nothing were known of the drafters."""
-        return [Candidate(at, self._acceptance.first_guess(name, self._room[at])) for at, name in self.free.items()]
+    def prior_candidates(self) -> list[Candidate]:
+        """As if nothing had been judged yet."""
+        return [Candidate(at, self._acceptance.prior_reach(name, self._room[at])) for at, name in self.free.items()]
 
     def evidence(self) -> float:
         """Tokens that were judged of the drafter of which most is known."""
