@@ -382,6 +382,30 @@ def test_more_rows_than_any_round_had_may_cost_less_than_the_profile_says() -> N
     assert costs.draft_s("model", [1, 1], hopeful=True) == costs.draft_s("model", [1, 1])
 
 
+def test_a_profile_that_is_off_as_a_whole_is_no_slope() -> None:
+    """A profile has one request, rounds have four: what the machine was quicker then is not what requests cost."""
+    costs, dice = CostModel({1: 0.7}), random.Random(1)
+    costs.is_profile = True
+    for _ in range(4):
+        costs.observe_pass(5, 1, 20.0, 0.7 * 1.6)
+    costs.end_profile()
+    for number in range(40):
+        costs.observe_pass(4, 4, 1000.0 + number, 1.45 * dice.uniform(0.95, 1.05))
+    before = costs.pass_s(4, 4, 1040.0)
+    costs.observe_pass(5, 4, 1040.0, 1.6)
+    assert costs.pass_s(4, 4, 1040.0) == pytest.approx(before, rel=0.05)
+
+
+def test_a_draft_keeps_its_cost_where_the_targets_profile_was_off() -> None:
+    costs = CostModel({1: 1.0, 4: 2.0})
+    for _ in range(3):
+        costs.observe_draft("model", [1, 1], 0.4)
+    for _ in range(8):
+        costs.observe_pass(1, 1, 0.0, 1.4)
+    assert costs.draft_s("model", [1, 1]) == pytest.approx(0.4, rel=0.1)
+    assert costs.step_s("model", 4) == pytest.approx(0.4, rel=0.1), "more rows cost a draft as much more as the target"
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):

@@ -379,9 +379,8 @@ class WidthController:
         """It read all but the last token of these jobs, and drafted for none."""
         emitted = {job.id: outcome.emitted for job, outcome in outcomes}
         unread = [self._unread.get(job.id, len(job.tokens) - emitted.get(job.id, 0)) - 1 for job in jobs]
-        self.costs.observe_read(
-            name, sum(unread) - len(jobs), len(jobs), seconds - self.costs.draft_s(name, [len(jobs)])
-        )
+        tokens = max(0, sum(unread) - len(jobs))  # the step has a row for each job
+        self.costs.observe_read(name, tokens, len(jobs), seconds - self.costs.draft_s(name, [len(jobs)]))
 
     def _skip_timing(self, times: RoundTimes) -> bool:
         """Whether the times of this round must not be learned: a kernel was compiled, or the device waited for the host

@@ -92,12 +92,12 @@ class Ratios:
 
     def __init__(self) -> None:
         self._now = 0
-        self._level, self._unsure = 1.0, UNSURE_OF_ALL
+        self.level, self._unsure = 1.0, UNSURE_OF_ALL
         self._own: dict[int, tuple[float, float, int]] = {}  # rows -> difference, its variance, the round of both
         self._rows: list[int] = []
 
     def __call__(self, rows: float) -> float:
-        return self._level * (1.0 + self._difference(rows))
+        return self.level * (1.0 + self._difference(rows))
 
     def observe(self, rows: int, ratio: float, noise: float) -> None:
         self._now += 1
@@ -111,8 +111,8 @@ class Ratios:
             insort(self._rows, rows)
         variance = unsure + own_unsure + noise
         most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
-        surprise = min(most, max(-most, ratio / (self._level * own) - 1.0)) / variance
-        self._level *= 1.0 + unsure * surprise
+        surprise = min(most, max(-most, ratio / (self.level * own) - 1.0)) / variance
+        self.level *= 1.0 + unsure * surprise
         self._unsure = unsure * (1.0 - unsure / variance)
         own *= 1.0 + own_unsure * surprise
         self._own[rows] = own - 1.0, own_unsure * (1.0 - own_unsure / variance), self._now
@@ -142,6 +142,10 @@ class Slope:
         self.value = 0.0
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._square = self._product = 0.0  # weighted sums: the quantity's squares, its products with seconds
+
+    def begin_anew(self) -> None:
+        """Passes may take longer or shorter as a whole from here on, which says nothing of the slope."""
+        self._means.clear()
 
     def add(self, rows: int, quantity: float, seconds: float, added: float) -> None:
         """added: the weight of this round, the inverse of the variance of its seconds."""
@@ -188,6 +192,8 @@ class CostModel:
         self.widest_seen = 0
         self._rows_s.clear()
         self.ratio = Ratios()
+        self._by_context.begin_anew()
+        self._by_request.begin_anew()
 
     @property
     def is_known(self) -> bool:
@@ -213,16 +219,21 @@ class CostModel:
         return seconds
 
     def step_s(self, drafter: str, rows: float) -> float:
-        """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
+        """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target; how far
+        the target's profile was off as a whole says nothing of the draft's, whose own rounds tell that."""
         if rows == 0:
             return 0.0
-        return self.steps.get(drafter, 0.0) * self.rows_s(rows) / self.curve(1)
+        return self.steps.get(drafter, 0.0) * self._relative(rows)
+
+    def _relative(self, rows: float) -> float:
+        """Target passes of so many rows, in passes of one."""
+        return self.rows_s(rows) / (self.ratio.level * self.curve(1))
 
     def draft_s(self, drafter: str, rows_by_step: Sequence[float], *, hopeful: bool = False) -> float:
         """Chains: how many rows each step has. hopeful: a profile that no round has confirmed may be too high."""
         if not rows_by_step:
             return 0.0
-        seconds = self.ratio(1) * self.starts.get(drafter, 0.0)
+        seconds = self.starts.get(drafter, 0.0)
         before, step_s = 0.0, 0.0
         for rows in rows_by_step:
             if rows != before:  # most steps are like the one before
@@ -275,8 +286,7 @@ class CostModel:
         if self.is_profile:
             self._profile_draft(drafter, len(rows_by_step), seconds)
         elif drafter not in self.steps or expected <= 0.0:
-            units = sum([self.curve(rows) * self.ratio(rows) for rows in rows_by_step]) / self.curve(1)
-            self.steps[drafter] = seconds / units
+            self.steps[drafter] = seconds / sum([self._relative(rows) for rows in rows_by_step])
         else:
             self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
             share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
