@@ -23,7 +23,7 @@ from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import Account
 from outrider.spec.cost_model import CostModel
-from outrider.spec.explore import ALIKE, look
+from outrider.spec.explore import ALIKE, Explorer
 from outrider.spec.outlook import Outlook, to_catch_up
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
@@ -200,14 +200,13 @@ class WidthController:
         def affordable(seconds: float) -> bool:
             return self.account.covers(seconds, outlook.tokens_left * self._plain_token_s)
 
-        def judgeable(place: int) -> int | None:
-            job = batch.decode[place]
-            if not self._has_hindsight(job, outlook.free[place]):
-                return None
-            return min(self._unread.get(job.id, len(job.tokens) - 1), len(job.output))
-
-        rested = self.costs.num_rounds - self._looked
-        found = look(outlook, self._fed, self._token_s, rested, judgeable, affordable)
+        jobs, rested = batch.decode, self.costs.num_rounds - self._looked
+        judgeable = {
+            place: min(self._unread.get(jobs[place].id, len(jobs[place].tokens) - 1), len(jobs[place].output))
+            for place, name in outlook.free.items()
+            if self._has_hindsight(jobs[place], name)
+        }
+        found = Explorer(outlook, self._fed, self._token_s, rested, affordable).look(judgeable)
         self._widths = {batch.decode[place].id: width for place, width in found.widths.items()}
         self._asked = {batch.decode[place].id: outlook.free[place] for place in found.hindsight}
         if self._widths or self._asked:

@@ -12,7 +12,7 @@ known and the cost of so many rows is not, all draft for a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -38,69 +38,88 @@ class Look:
     wait: int | None = None
 
 
-def look(
-    outlook: Outlook,
-    fed: int,
-    token_s: float,
-    rested: int,
-    judgeable: Callable[[int], int | None],
-    affordable: Callable[[float], bool],
-) -> Look:
-    """fed: rows of this round's pass. token_s: seconds of a token of plain decoding. rested: rounds since somebody
-    looked. judgeable: how many tokens of a request (by place) hindsight would judge, None where it says nothing.
-    affordable: whether so many seconds may be lost."""
-    rounds = outlook.tokens_left / len(outlook.jobs)
-    luck_s = LUCK * outlook.most_gain_s(outlook.candidates(doubt=-1.0))
-    change_s = 0.5 * rested / ALIKE * outlook.most_gain_s(outlook.prior_candidates())
-    setting = outlook.setting(fed)
+class Explorer:
+    """Decides on a look from the outlook of a round whose pass has `fed` rows.
 
-    def is_due(look_s: float, read_s: float, judged: float) -> bool:
-        """judged: tokens that it judges. The more are known already, the less do they say."""
-        seconds, news = look_s + read_s, 1.0 if judged == inf else judged / (judged + known)
-        worth = seconds <= luck_s * news or (seconds <= change_s and look_s <= change_s * rested / rounds)
-        return worth and affordable(seconds)
+    token_s: seconds of a token of plain decoding. rested: rounds since somebody looked. affordable: whether so many
+    seconds may be lost.
+    """
 
-    if luck_s + change_s <= 0.0:
-        return Look()
-    known = outlook.evidence()
-    candidates = outlook.candidates()
-    full = dict(outlook.best(candidates, outlook.setting(outlook.rows, hopeful=True)).widths)
-    promises = bool(full) and outlook.gain_s(full, candidates, hopeful=True) > 0.0
-    if promises:  # far beyond what was measured, costs are only guessed
+    def __init__(
+        self, outlook: Outlook, fed: int, token_s: float, rested: int, affordable: Callable[[float], bool]
+    ) -> None:
+        self._outlook = outlook
+        self._setting = outlook.setting(fed)
+        self._token_s = token_s
+        self._affordable = affordable
+        self._known = outlook.evidence()
+        self._luck_s = LUCK * outlook.most_gain_s(outlook.candidates(doubt=-1.0))
+        self._change_s = 0.5 * rested / ALIKE * outlook.most_gain_s(outlook.prior_candidates())
+        self._rested_share = rested * len(outlook.jobs) / max(1, outlook.tokens_left)  # of the rounds left
+
+    def look(self, judgeable: Mapping[int, int]) -> Look:
+        """judgeable: of requests (by place) of which hindsight tells, how many tokens it would judge."""
+        if self._luck_s + self._change_s <= 0.0:
+            return Look()
+        full = self._unmeasured()
+        if full:
+            return self._measure(full)
+        return self._by_hindsight(judgeable) if judgeable else self._by_probe()
+
+    def _is_due(self, look_s: float, read_s: float, judged: float) -> bool:
+        """Whether a look is worth what it takes, with reading before it. judged: tokens that it judges; the more are
+        known already, the less do they say."""
+        seconds = look_s + read_s
+        is_worth = seconds <= self._luck_s * (judged / (judged + self._known) if judged < inf else 1.0)
+        is_time = seconds <= self._change_s and look_s <= self._change_s * self._rested_share
+        return (is_worth or is_time) and self._affordable(seconds)
+
+    def _unmeasured(self) -> dict[int, int]:
+        """The widths that would pay, if no round had so many rows yet. Far beyond what was measured, costs are only
+        guessed: they are tried step by step."""
+        outlook, candidates = self._outlook, self._outlook.candidates()
+        full = outlook.best(candidates, outlook.setting(outlook.rows, hopeful=True)).widths
+        if not full or outlook.gain_s(full, candidates, hopeful=True) <= 0.0:
+            return {}
         most = max(1, max(MOST_ROWS, outlook.costs.widest_seen) // len(full))
         full = {place: min(width, most) for place, width in full.items()}
-    if promises and not outlook.costs.has_seen(outlook.rows + sum(full.values())):
-        round_ = weigh(full, candidates, setting)
-        loss_s = max(0.0, round_.seconds - round_.tokens * token_s)
-        return Look(full) if is_due(loss_s, outlook.entry_s(full), inf) else Look()
-    places = sorted(outlook.free, key=lambda place: outlook.entry_s([place]))
-    tokens = {place: count for place in places if (count := judgeable(place)) is not None}
-    if tokens:
-        return _by_hindsight(outlook, tokens, is_due)
-    by_place = {one.place: one for one in outlook.prior_candidates()}
-    widths: dict[int, int] = {}
-    total_s = read_s = judged = 0.0
-    for place in places[: max(1, len(outlook.jobs) // SHARE)]:
-        entry_s = outlook.entry_s([place])
-        width, loss_s = _cheapest(by_place[place], setting, token_s, entry_s)
-        total_s, read_s, judged = total_s + loss_s, read_s + entry_s, judged + width
-        if not is_due(total_s, read_s, judged):
-            break
-        widths[place] = width
-    return Look(widths)
+        return {} if outlook.costs.has_seen(outlook.rows + sum(full.values())) else full
 
+    def _measure(self, full: dict[int, int]) -> Look:
+        """All draft, to see what so many rows cost."""
+        round_ = weigh(full, self._outlook.candidates(), self._setting)
+        loss_s = max(0.0, round_.seconds - round_.tokens * self._token_s)
+        return Look(full) if self._is_due(loss_s, self._outlook.entry_s(full), inf) else Look()
 
-def _by_hindsight(outlook: Outlook, tokens: dict[int, int], is_due: Callable[[float, float, float], bool]) -> Look:
-    """tokens: how many would be judged of each request, the cheapest first."""
-    chosen, judged = list[int](), 0
-    for place, count in tokens.items():
-        if judged < ENOUGH:
-            chosen.append(place)
-            judged += count
-    if judged < WORTH_A_LOOK:
-        return Look(wait=max(1, -(-(WORTH_A_LOOK - judged) // len(chosen))))
-    look_s = max([outlook.costs.draft_s(outlook.free[place], [len(chosen)]) for place in chosen])
-    return Look(hindsight=chosen) if is_due(look_s, outlook.entry_s(chosen), judged) else Look()
+    def _by_hindsight(self, judgeable: Mapping[int, int]) -> Look:
+        """The cheapest requests that have enough to judge between them."""
+        outlook, chosen, judged = self._outlook, list[int](), 0
+        for place in self._cheapest_first(judgeable):
+            if judged < ENOUGH:
+                chosen.append(place)
+                judged += judgeable[place]
+        if judged < WORTH_A_LOOK:
+            return Look(wait=max(1, -(-(WORTH_A_LOOK - judged) // len(chosen))))
+        look_s = max([outlook.costs.draft_s(outlook.free[place], [len(chosen)]) for place in chosen])
+        return Look(hindsight=chosen) if self._is_due(look_s, outlook.entry_s(chosen), judged) else Look()
+
+    def _by_probe(self) -> Look:
+        """A few requests draft, and are verified."""
+        outlook, widths = self._outlook, dict[int, int]()
+        by_place = {one.place: one for one in outlook.prior_candidates()}
+        total_s = read_s = judged = 0.0
+        for place in self._cheapest_first(outlook.free)[: max(1, len(outlook.jobs) // SHARE)]:
+            entry_s = outlook.entry_s([place])
+            width, loss_s = _cheapest(by_place[place], self._setting, self._token_s, entry_s)
+            total_s, read_s, judged = total_s + loss_s, read_s + entry_s, judged + width
+            if not self._is_due(total_s, read_s, judged):
+                break
+            widths[place] = width
+        return Look(widths)
+
+    def _cheapest_first(self, places: Iterable[int]) -> list[int]:
+        """By what their drafters must catch up on."""
+        return sorted(places, key=lambda place: self._outlook.entry_s([place]))
 
 
 def _cheapest(candidate: Candidate, setting: Setting, token_s: float, entry_s: float) -> tuple[int, float]:
