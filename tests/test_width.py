@@ -25,7 +25,7 @@ from outrider.spec.account import ALLOWED_LOSS, MOST_ROUNDS, Account
 from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform
 from outrider.spec.controller import MEASURE, PROBE
 from outrider.spec.cost_model import CostModel
-from outrider.spec.explore import look
+from outrider.spec.explore import Explorer
 from outrider.spec.outlook import WIDTHS, Outlook
 from outrider.types import Batch, Drafts, Event, Job, Request, SamplingParams, Scores, Verdicts
 from test_lookups import job_of
@@ -533,7 +533,7 @@ def test_a_look_is_worth_what_it_may_bring() -> None:
             acceptance.add(job.id, "model", [(int(number * kept // judged != (number + 1) * kept // judged), 1)])
         job.limit = len(job.tokens) + left
         outlook = Outlook(Batch([], [], [job], [1]), {0: "model"}, 1, 0, costs, acceptance, {job.id: 20}, uniform=False)
-        found = look(outlook, 1, 1.0, rested, lambda place: 16, lambda seconds: True)
+        found = Explorer(outlook, 1, 1.0, rested, lambda seconds: True).look({0: 16})
         return bool(found.hindsight)
 
     assert looks(0, 0), "nothing is known"

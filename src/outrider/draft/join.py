@@ -27,7 +27,7 @@ def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
                 whole.fallbacks += part.drafts.fallbacks
                 whole.hindsight += part.drafts.hindsight
         return whole
-    whole = Drafts([0] * num_jobs, ops.integers([]), makers=[""] * num_jobs)
+    whole = Drafts([0] * num_jobs, ops.nothing, makers=[""] * num_jobs)
     owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
     for members, drafts in parts:
         whole.steps += drafts.steps

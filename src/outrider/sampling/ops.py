@@ -65,6 +65,7 @@ class SamplingOps:
         self.xp = xp
         self.device = device = xp.asarray(0, device=device).device  # named, so that what comes from elsewhere is moved
         self.noise = Noise(xp, device)
+        self.nothing = xp.asarray([], dtype=xp.int64, device=device)  # most rounds ask for no tokens
         self._layouts: dict[Hashable, Layout] = {}
         self._trees: dict[Hashable, TreeLayout] = {}
         self._controls: dict[Hashable, Controls] = {}

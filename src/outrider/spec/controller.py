@@ -283,6 +283,7 @@ class WidthController:
         rested = max(0, self.costs.num_rounds - self._looked - 1)
         outdated = 1.0 - exp(-rested / ALIKE)  # the chance that acceptance has changed since it was seen
         looked = {told.job.id for told in drafts.hindsight if told.chains}
+        fixed: dict[str, list[tuple[int, int]]] = {}  # drafter -> chains of fixed widths: they teach the pool alone
         for job, outcome in outcomes:
             if not job.drafters:
                 continue
@@ -290,14 +291,19 @@ class WidthController:
             if found is not None:
                 self._learn_lookup(job, found)
             if outcome.drafted and outcome.maker not in self._lookups:
-                own = None if job.width is not None else job.id
-                self.acceptance.add(own, outcome.maker, [(outcome.accepted, outcome.depth)], outdated=outdated)
+                chain = (outcome.accepted, outcome.depth)
+                if job.width is not None:
+                    fixed.setdefault(outcome.maker, []).append(chain)
+                else:
+                    self.acceptance.add(job.id, outcome.maker, [chain], outdated=outdated)
                 self._looked = self.costs.num_rounds
                 self._unread[job.id] = int(outcome.accepted == outcome.depth)  # it has not read its own last token
             elif job.id in looked:
                 self._unread[job.id] = outcome.emitted + 1
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
+        for name, chains in fixed.items():
+            self.acceptance.add(None, name, chains, outdated=outdated)
         for told in drafts.hindsight:
             own = None if told.job.done else told.job.id  # nothing is kept of a job that is over
             self.acceptance.add(own, told.drafter, told.chains, outdated=outdated, overlapping=True)

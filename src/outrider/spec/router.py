@@ -45,6 +45,7 @@ class Router:
             if drafter.name in self.drafters:
                 raise ConfigError(f"a drafter cannot be called {drafter.name}; choose another name", param="draft")
             self.drafters[drafter.name] = drafter
+        self._ahead = [drafter for drafter in self.drafters.values() if drafter.info.run_ahead]
         self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.info.hidden_layers}))
         self.seconds: dict[str, float] = {}  # that each drafter took in this round
         self._clock = clock
@@ -60,7 +61,7 @@ class Router:
             if wanted:
                 pending[index] = self._ready(index, job, wanted, fallbacks, faults)
         if not pending and not faults:
-            return Drafts([0] * len(batch.decode), target.ops.integers([]), fallbacks=fallbacks)
+            return Drafts([0] * len(batch.decode), target.ops.nothing, fallbacks=fallbacks)
         parts: list[Part] = []
         while pending := {index: wanted for index, wanted in pending.items() if wanted}:
             for name in self.drafters:
@@ -109,7 +110,7 @@ class Router:
                 resting = [job for job, width in zip(jobs, widths, strict=True) if width == 0]
                 told = _told(name, resting, drafter.hindsight(resting)) if resting else []
                 if len(resting) == len(jobs):
-                    drafts = Drafts([0] * len(jobs), target.ops.integers([]), hindsight=told)
+                    drafts = Drafts([0] * len(jobs), target.ops.nothing, hindsight=told)
                     self._charge(name, started)
                     return drafts
                 drafts = drafter.propose(jobs, widths, trees)
@@ -119,7 +120,7 @@ class Router:
                     _cut(target, drafts, trim(name, jobs, drafts))
                 drafts = _adopted(name, target, drafts)
         except DraftError as error:
-            drafts = Drafts([0] * len(jobs), target.ops.integers([]))
+            drafts = Drafts([0] * len(jobs), target.ops.nothing)
             drafts.faults = {index: error.copy() for index in range(len(jobs))}
         if drafts.probs is None and any(job.grammar is not None for job in jobs):
             _cut(target, drafts, _allowed(jobs, drafts))
@@ -130,10 +131,11 @@ class Router:
     def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> tuple[int, dict[str, DraftError]]:
         """The drafters see what came of their proposals. Returns the passes that took, and which failed."""
         total, faults = 0, {}
-        names = {name for job in batch.jobs for name in job.drafters}
-        for name, drafter in self.drafters.items():
+        names = {name for jobs in (batch.prefill, batch.decode) for job in jobs for name in job.drafters}
+        for name in self.drafters if names else ():
             if name not in names:
                 continue
+            drafter = self.drafters[name]
             started = self._clock.now()
             try:
                 with wrap_errors(DraftError, f"the {name} draft failed"):
@@ -164,7 +166,7 @@ class Router:
 
     def take_stale(self) -> int:
         """Proposals that drafters dropped unverified in this round."""
-        return sum([drafter.take_stale() for drafter in self.drafters.values() if drafter.info.run_ahead])
+        return sum([drafter.take_stale() for drafter in self._ahead])
 
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started

@@ -82,7 +82,6 @@ class DeviceSampling(SamplingOps):
         import array_api_compat.torch as xp
 
         super().__init__(xp, device)
-        self._nothing = super().integers([])
         self.may_defer = False  # whether the model can be fed tokens that only the device knows
         self.foresee: Callable[[Verdict], None] | None = None  # told of a verdict before the host knows it
         self.known: Known | None = None  # the last one, since the host knows it
@@ -108,7 +107,7 @@ class DeviceSampling(SamplingOps):
 
     def integers(self, values: Sequence[int]) -> Array:
         if len(values) == 0:
-            return self._nothing  # most rounds ask for nothing: no copy
+            return self.nothing  # no copy
         return super().integers(values) if isinstance(values, torch.Tensor) else sent(values, np.int64, self.device)
 
     def fed(self, tokens: Sequence[int]) -> Array:
