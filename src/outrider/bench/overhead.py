@@ -1,7 +1,9 @@
 """What the engine itself costs: time per emitted token on a mock whose passes are nearly free.
 
 The mock's own time (hashing contexts, gathering rows) is measured and taken off; wall time is reported beside it. The
-engine is driven without its thread; what that adds to each event of a stream is a line of its own.
+engine is driven without its thread; what that adds to each event of a stream is a line of its own. Each kind is run
+twice: with sampling by array functions, as models in numpy or torch have it, and by native code, as quantised models
+on a CPU have it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -18,6 +21,8 @@ from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
+from outrider.native.library import why_not
+from outrider.native.sampling import NativeSampling
 from outrider.sampling.noise import Noise, seed_words
 from outrider.types import Request, SamplingParams, Scores
 
@@ -45,6 +50,11 @@ class _TimedMock(MockBackend):
 
     busy_s = 0.0
 
+    def __init__(self, config: MockConfig, *, native: bool = False) -> None:
+        super().__init__(config)
+        if native:
+            self.ops = NativeSampling()
+
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         started = time.perf_counter()
         scores = super().score(spans, hidden)
@@ -52,12 +62,14 @@ class _TimedMock(MockBackend):
         return scores
 
 
-def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_tokens: int, repeats: int) -> Reading:
-    """Engine time per emitted token: everything but the models' passes."""
+def engine_time(
+    rule: str, *, width: int, batch: int, vocab_size: int, num_tokens: int, repeats: int, native: bool = False
+) -> Reading:
+    """Engine time per emitted token: everything but the models' passes. native: sampling by native code."""
     contexts = 4099 if vocab_size < 1000 else 61
     config = MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts)
-    target = _TimedMock(config)
-    draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3))
+    target = _TimedMock(config, native=native)
+    draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3), native=native)
     engine = Engine.load(target, draft=draft, width=width, max_batch=batch, threaded=False)
     engine_us, wall_us = [], []
     for repeat in range(repeats + 1):
@@ -73,6 +85,7 @@ def engine_time(rule: str, *, width: int, batch: int, vocab_size: int, num_token
             wall_us.append(wall * 1e6 / (batch * num_tokens))
             engine_us.append((wall - target.busy_s - draft.busy_s) * 1e6 / (batch * num_tokens))
     name = f"{rule} {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
+    name += ", native sampling" if native else ""
     per_round = engine.statistics.tokens_per_round
     return Reading(name, median(engine_us), min(engine_us), max(engine_us), median(wall_us), per_round)
 
@@ -119,8 +132,8 @@ def readings(*, quick: bool = False) -> Iterator[Reading]:
     for vocab_size in (32, 50_000):
         for batch in (1, 64):
             num_tokens = {(32, 1): 400, (32, 64): 60, (50_000, 1): 24, (50_000, 64): 4}[vocab_size, batch]
-            for rule in RULES:
-                for width in (0, 4):
+            for native in (False, True) if why_not() is None else (False,):
+                for rule, width in product(RULES, (0, 4)):
                     yield engine_time(
                         rule,
                         width=width,
@@ -128,6 +141,7 @@ def readings(*, quick: bool = False) -> Iterator[Reading]:
                         vocab_size=vocab_size,
                         num_tokens=max(2, num_tokens // 4) if quick else num_tokens,
                         repeats=repeats,
+                        native=native,
                     )
     yield thread_time(num_tokens=400 if quick else 2000, repeats=repeats)
 

@@ -23,14 +23,14 @@ def show_engine(quick: bool, as_json: bool) -> None:
     from outrider.bench.overhead import readings
 
     if not as_json:
-        typer.echo(f"{'us per emitted token':<46}{'engine':>9}{'range':>20}{'wall':>9}{'tokens/round':>14}")
+        typer.echo(f"{'us per emitted token':<60}{'engine':>9}{'range':>20}{'wall':>9}{'tokens/round':>14}")
     for reading in readings(quick=quick):
         if as_json:
             typer.echo(json.dumps(asdict(reading)))
             continue
         span = f"{reading.low_us:.1f} - {reading.high_us:.1f}"
         numbers = f"{reading.median_us:>9.1f}{span:>20}{reading.wall_us:>9.1f}{reading.tokens_per_round:>14.2f}"
-        typer.echo(f"{reading.name:<46}{numbers}")
+        typer.echo(f"{reading.name:<60}{numbers}")
 
 
 def show_model(quick: bool, as_json: bool, model: str = DEFAULT, threads: int | None = None) -> None:
