@@ -406,6 +406,19 @@ def test_a_draft_keeps_its_cost_where_the_targets_profile_was_off() -> None:
     assert costs.step_s("model", 4) == pytest.approx(0.4, rel=0.1), "more rows cost a draft as much more as the target"
 
 
+def test_a_machine_that_becomes_slower_is_slower_for_the_draft_too() -> None:
+    costs = CostModel({1: 1.0})
+    for _ in range(40):
+        costs.observe_draft("model", [1, 1], 0.4)
+        costs.observe_pass(1, 1, 0.0, 1.4)
+    for _ in range(200):  # it rests
+        costs.observe_pass(1, 1, 0.0, 2.8)
+    assert costs.draft_s("model", [1, 1]) == pytest.approx(0.8, rel=0.1)
+    for _ in range(10):
+        costs.observe_draft("model", [1, 1], 0.5)
+    assert costs.draft_s("model", [1, 1]) == pytest.approx(0.5, rel=0.1), "its own rounds know better"
+
+
 def test_a_context_slope_is_not_learned_from_nothing() -> None:
     costs, dice = CostModel({1: 1.0}), random.Random(3)
     for number in range(300):

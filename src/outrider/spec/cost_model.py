@@ -29,7 +29,7 @@ SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
 LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
 DRIFT = 0.25  # how far off a profile may be as a whole
-SETTLED = 32  # rounds after which that is known
+SETTLED = 32  # rounds after which that is known: from then on the level is the machine's speed
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -171,6 +171,8 @@ class CostModel:
         self.steps = dict(steps or {})
         self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
         self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
+        self._level_then: dict[str, float] = {}  # drafter -> the target's level when it was timed
+        self._settled_level = 1.0
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
         self.ratio = Ratios()
@@ -219,21 +221,27 @@ class CostModel:
         return seconds
 
     def step_s(self, drafter: str, rows: float) -> float:
-        """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target; how far
-        the target's profile was off as a whole says nothing of the draft's, whose own rounds tell that."""
+        """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
         if rows == 0:
             return 0.0
-        return self.steps.get(drafter, 0.0) * self._relative(rows)
+        return self.steps.get(drafter, 0.0) * self._slower(drafter) * self._relative(rows)
 
     def _relative(self, rows: float) -> float:
         """Target passes of so many rows, in passes of one."""
         return self.rows_s(rows) / (self.ratio.level * self.curve(1))
 
+    def _slower(self, drafter: str) -> float:
+        """How much slower the machine has become since the drafter was timed. How far the target's profile was off as a
+        whole, as the first rounds tell, says nothing of the draft's."""
+        if self.num_rounds < SETTLED:
+            return 1.0
+        return self.ratio.level / self._level_then.get(drafter, self._settled_level)
+
     def draft_s(self, drafter: str, rows_by_step: Sequence[float], *, hopeful: bool = False) -> float:
         """Chains: how many rows each step has. hopeful: a profile that no round has confirmed may be too high."""
         if not rows_by_step:
             return 0.0
-        seconds = self.starts.get(drafter, 0.0)
+        seconds = self.starts.get(drafter, 0.0) * self._slower(drafter)
         before, step_s = 0.0, 0.0
         for rows in rows_by_step:
             if rows != before:  # most steps are like the one before
@@ -274,6 +282,9 @@ class CostModel:
             self.curve.move(rows, own, 0.5)
             return
         self.ratio.observe(rows, own / self.curve(rows), noise)
+        if self.num_rounds == SETTLED:
+            self._settled_level = self.ratio.level
+            self._level_then.clear()
         self._seen.add(rows)
         self.widest_seen = max(rows, self.widest_seen)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
@@ -290,7 +301,8 @@ class CostModel:
         else:
             self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
             share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
-            factor = 1.0 + share * (min(seconds / expected, OUTLIER) - 1.0)
+            factor = self._slower(drafter) * (1.0 + share * (min(seconds / expected, OUTLIER) - 1.0))
+            self._level_then[drafter] = self.ratio.level
             self.steps[drafter] *= factor
             self.starts[drafter] = self.starts.get(drafter, 0.0) * factor
 

@@ -10,7 +10,7 @@ from outrider.spec.cost_model import CostModel
 from outrider.types import Batch, Job
 
 OWN_WIDTHS = 1.05  # times better that widths of their own must be than equal ones: less is noise of estimates
-STAY = 1.03  # times faster than plain decoding that drafting must be: less is lost as requests drift apart
+STAY = 1.02  # times faster than plain decoding that drafting must be: less is lost as requests drift apart
 HORIZON = 1024  # tokens of an answer that are counted on, whatever its limit is
 FEW = 2  # unread tokens that are part of every proposal
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
