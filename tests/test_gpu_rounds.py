@@ -421,6 +421,7 @@ def test_passes_and_steps_are_measured(model: RandomFile, monkeypatch: pytest.Mo
     assert not pages.leases, "nothing is left open, not even where there is no room"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_twins")
 def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where its numbers mean nothing: every line is there."""

@@ -31,17 +31,14 @@ TREES = 20_000  # a round of theirs takes longer
 GRID = grid()
 QUICK = (
     "plain",
-    "model-k1-rejection",
     "model-k5-rejection",
     "model-k5-coupled",
-    "scripted-k2-rejection",
     "model-top_p-rejection",
     "scripted-repetition-rejection",
     "model-together-rejection",
     "scripted-together-rejection",
     "model-together-coupled",
     "no-rewind-model-rejection",
-    "no-rewind-scripted-rejection",
     "torch-rejection",
 )
 QUICK_TREES = ("model-tree8-rejection", "mixed-tree8-rejection", "trees-tree-together-rejection")
@@ -56,8 +53,8 @@ def test_joint_law(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*QUICK, *QUICK_TREES])
 def test_a_taste_of_the_grid(name: str) -> None:
-    """More generations than show a mutation."""
-    assert measure(GRID[name], 6_000 if GRID[name].tree else 15_000) > SIGNIFICANCE
+    """More generations than show a mutation; `make proofs` has the rest of the grid, with more."""
+    assert measure(GRID[name], 6_000 if GRID[name].tree else 8_000) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("count", [5_000, pytest.param(GENERATIONS, marks=pytest.mark.slow)])
