@@ -417,6 +417,8 @@ def test_a_machine_that_becomes_slower_is_slower_for_the_draft_too() -> None:
     for _ in range(10):
         costs.observe_draft("model", [1, 1], 0.5)
     assert costs.draft_s("model", [1, 1]) == pytest.approx(0.5, rel=0.1), "its own rounds know better"
+    costs.observe_draft("eagle", [1], 0.3)
+    assert costs.draft_s("eagle", [1]) == pytest.approx(0.3), "timed for the first time, on the slower machine"
 
 
 def test_a_context_slope_is_not_learned_from_nothing() -> None:

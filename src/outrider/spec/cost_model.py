@@ -298,6 +298,7 @@ class CostModel:
             self._profile_draft(drafter, len(rows_by_step), seconds)
         elif drafter not in self.steps or expected <= 0.0:
             self.steps[drafter] = seconds / sum([self._relative(rows) for rows in rows_by_step])
+            self._level_then[drafter] = self.ratio.level
         else:
             self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
             share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
