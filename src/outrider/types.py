@@ -495,7 +495,7 @@ class Drafts:
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
     `borrowed` names the jobs (by index) whose proposal holds text of another request: refused ones are hidden.
-    `hindsight` is what drafters told that were asked for it. `device` is what a draft on the target's own device adds.
+    `hindsight` is what resting drafters reported when asked. `device` is what a draft on the target's own device adds.
     """
 
     counts: list[int]

@@ -21,7 +21,10 @@ def show_engine(quick: bool, as_json: bool) -> None:
     Wall time includes the mock's own passes, engine time does not.
     """
     from outrider.bench.overhead import readings
+    from outrider.native.library import why_not
 
+    if (reason := why_not()) is not None:
+        typer.echo(f"lines with native sampling are left out: {reason}", err=True)
     if not as_json:
         typer.echo(f"{'us per emitted token':<60}{'engine':>9}{'range':>20}{'wall':>9}{'tokens/round':>14}")
     for reading in readings(quick=quick):

@@ -90,8 +90,8 @@ class EagleDrafter(Drafter):
         return drafts
 
     def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        """Of each token it tells whether it would have drafted that one behind the true ones: what it guesses behind
-        its own guesses is worse, and no chain is longer than that."""
+        """Chains of one token. A longer chain would be judged too well: its later tokens would follow true tokens
+        instead of the head's own guesses."""
         some = [job for job in jobs if self._room(job, 1, Drafts([], None))]
         self._fuse_waiting(some)
         some = [job for job in some if len(self.seats[job.id].pending) > 1]

@@ -25,17 +25,20 @@ def num_judged(job: Job, unread: int) -> int:
 def judge(
     ops: SamplingOps, jobs: Sequence[Job], counts: Sequence[int], rows: Array, *, longest: int = LONGEST
 ) -> list[list[tuple[int, int]]]:
-    """rows: the draft's, one for each of the last `counts[b]` tokens of job b, which follow them. [N, V]"""
-    then: list[Job] = []
+    """For each job the chains (right, drafted), one for each of its last `counts[b]` tokens.
+
+    rows: the draft's logits; the row of a token is the one after the tokens before it. [N, V]
+    """
+    prefixes: list[Job] = []
     for job, count in zip(jobs, counts, strict=True):
-        then += [job.with_tokens(job.tokens[:length]) for length in range(len(job.tokens) - count, len(job.tokens))]
-    drawn = ops.draft(then, [[]] * len(then), rows).tokens.tolist() if then else []
-    told, start = [], 0
+        prefixes += [job.with_tokens(job.tokens[:length]) for length in range(len(job.tokens) - count, len(job.tokens))]
+    drawn = ops.draft(prefixes, [[]] * len(prefixes), rows).tokens.tolist() if prefixes else []
+    chains, start = list[list[tuple[int, int]]](), 0
     for job, count in zip(jobs, counts, strict=True):
         pairs = zip(drawn[start : start + count], job.tokens[len(job.tokens) - count :], strict=True)
-        told.append(_chains([token == emitted for token, emitted in pairs], longest))
+        chains.append(_chains([token == emitted for token, emitted in pairs], longest))
         start += count
-    return told
+    return chains
 
 
 def _chains(right: Sequence[bool], longest: int) -> list[tuple[int, int]]:

@@ -144,8 +144,8 @@ class Acceptance:
     ) -> None:
         """Old evidence counts for less, the better the chains fit a change, after which any acceptance is as likely."""
         right, wrong = sum([one for one, _ in chains]), sum([accepted < drafted for accepted, drafted in chains])
-        anew = exp(lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2))
-        changed = outdated * anew / (outdated * anew + (1.0 - outdated) * as_known)
+        unknown = exp(lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2))
+        changed = outdated * unknown / (outdated * unknown + (1.0 - outdated) * as_known)
         for record, _ in records:
             record.fade(1.0 - changed)
 

@@ -23,7 +23,7 @@ from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
 from outrider.spec.account import Account
 from outrider.spec.cost_model import CostModel
-from outrider.spec.explore import ALIKE, Explorer
+from outrider.spec.explore import UNCHANGED, Explorer
 from outrider.spec.outlook import Outlook, to_catch_up
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
@@ -71,8 +71,8 @@ class WidthController:
         self._found: dict[int, Found] = {}  # job id -> the lookup of this round
         # a device that runs ahead of the host would have to wait for hindsight
         self._with_hindsight = frozenset(info.name for info in drafters if info.hindsight and not uniform)
-        self._asked: dict[int, str] = {}  # job id -> the drafter that is asked for hindsight in this round
-        self._told: set[str] = set()  # drafters that were asked for it
+        self._hindsight_from: dict[int, str] = {}  # job id -> the drafter that is asked for hindsight in this round
+        self._reported: set[str] = set()  # drafters that have given hindsight before
         # The decision that stands
         self._key: tuple[object, ...] = ()
         self._left = 0  # rounds
@@ -132,7 +132,7 @@ class WidthController:
             return tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
         tree, width = self._trees and bool(job.tree), self._widths.get(job.id, 0)
         width = min(room, width * TREE_LEVEL if tree else width)
-        asked = self._asked.get(job.id)
+        asked = self._hindsight_from.get(job.id)
         asks = [
             Ask(name, room if name in self._lookups else width, tree)
             for name in job.drafters
@@ -149,7 +149,7 @@ class WidthController:
 
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
         was_drafting, self._is_drafting = self._is_drafting, False
-        self._widths, self._asked, self._rival = {}, {}, 0.0
+        self._widths, self._hindsight_from, self._rival = {}, {}, 0.0
         num_jobs = len(batch.decode)
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
         outlook = Outlook(
@@ -208,8 +208,8 @@ class WidthController:
         }
         found = Explorer(outlook, self._fed, self._token_s, rested, affordable).look(judgeable)
         self._widths = {batch.decode[place].id: width for place, width in found.widths.items()}
-        self._asked = {batch.decode[place].id: outlook.free[place] for place in found.hindsight}
-        if self._widths or self._asked:
+        self._hindsight_from = {batch.decode[place].id: outlook.free[place] for place in found.hindsight}
+        if self._widths or self._hindsight_from:
             self._reason, self._left = PROBE, 1
         elif found.wait is not None:
             self._left = min(self._left, found.wait)
@@ -217,7 +217,11 @@ class WidthController:
     def _is_unknown(self, batch: Batch, free: Mapping[int, str]) -> bool:
         """Whether nothing is known of the drafters yet, and hindsight will soon tell."""
         for place, name in free.items():
-            if self.acceptance.knows(name) or name in self._told or not self._has_hindsight(batch.decode[place], name):
+            if (
+                self.acceptance.knows(name)
+                or name in self._reported
+                or not self._has_hindsight(batch.decode[place], name)
+            ):
                 return False
         return True
 
@@ -281,7 +285,7 @@ class WidthController:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
             self._pace = (PACE_DECAY * self._pace[0] + times.round_s, PACE_DECAY * self._pace[1] + emitted)
         rested = max(0, self.costs.num_rounds - self._looked - 1)
-        outdated = 1.0 - exp(-rested / ALIKE)  # the chance that acceptance has changed since it was seen
+        outdated = 1.0 - exp(-rested / UNCHANGED)  # the chance that acceptance has changed since it was seen
         looked = {told.job.id for told in drafts.hindsight if told.chains}
         fixed: dict[str, list[tuple[int, int]]] = {}  # drafter -> chains of fixed widths: they teach the pool alone
         for job, outcome in outcomes:
@@ -308,7 +312,7 @@ class WidthController:
             own = None if told.job.done else told.job.id  # nothing is kept of a job that is over
             self.acceptance.add(own, told.drafter, told.chains, outdated=outdated, overlapping=True)
             self._looked = self.costs.num_rounds
-            self._told.add(told.drafter)
+            self._reported.add(told.drafter)
         self._found.clear()
         return self._count(batch)
 
@@ -321,7 +325,7 @@ class WidthController:
         gained = 0.0
         drafted = sum([outcome.drafted for _, outcome in outcomes])
         is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
-        if self._asked and not drafted:
+        if self._hindsight_from and not drafted:
             gained = -times.draft_s
         if drafted and is_free and not times.skip:
             rows, num_jobs = times.num_fed, len(batch.decode)
@@ -407,7 +411,7 @@ class WidthController:
         self._unread.pop(job.id, None)
         self._found.pop(job.id, None)
         self._widths.pop(job.id, None)
-        self._asked.pop(job.id, None)
+        self._hindsight_from.pop(job.id, None)
 
     def holds(self, job: Job) -> bool:
         """Whether anything is remembered of the job."""

@@ -143,8 +143,9 @@ class Slope:
         self._means: dict[int, tuple[float, float, float]] = {}  # rows -> weight, mean quantity, mean seconds
         self._square = self._product = 0.0  # weighted sums: the quantity's squares, its products with seconds
 
-    def begin_anew(self) -> None:
-        """Passes may take longer or shorter as a whole from here on, which says nothing of the slope."""
+    def reset_means(self) -> None:
+        """Passes may take longer or shorter as a whole from here on. That is not a slope, so each row count gets a new
+        mean."""
         self._means.clear()
 
     def add(self, rows: int, quantity: float, seconds: float, added: float) -> None:
@@ -171,7 +172,7 @@ class CostModel:
         self.steps = dict(steps or {})
         self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
         self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
-        self._level_then: dict[str, float] = {}  # drafter -> the target's level when it was timed
+        self._level_when_timed: dict[str, float] = {}  # drafter -> the target's level when it was timed
         self._settled_level = 1.0
         self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
@@ -194,8 +195,8 @@ class CostModel:
         self.widest_seen = 0
         self._rows_s.clear()
         self.ratio = Ratios()
-        self._by_context.begin_anew()
-        self._by_request.begin_anew()
+        self._by_context.reset_means()
+        self._by_request.reset_means()
 
     @property
     def is_known(self) -> bool:
@@ -224,24 +225,24 @@ class CostModel:
         """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
         if rows == 0:
             return 0.0
-        return self.steps.get(drafter, 0.0) * self._slower(drafter) * self._relative(rows)
+        return self.steps.get(drafter, 0.0) * self._slowdown(drafter) * self._relative_cost(rows)
 
-    def _relative(self, rows: float) -> float:
-        """Target passes of so many rows, in passes of one."""
+    def _relative_cost(self, rows: float) -> float:
+        """A target pass of so many rows, in units of a pass of one row."""
         return self.rows_s(rows) / (self.ratio.level * self.curve(1))
 
-    def _slower(self, drafter: str) -> float:
-        """How much slower the machine has become since the drafter was timed. How far the target's profile was off as a
-        whole, as the first rounds tell, says nothing of the draft's."""
+    def _slowdown(self, drafter: str) -> float:
+        """How many times slower the machine is than when the drafter was timed. The first rounds do not count: they
+        correct the target's profile, which is not the draft's."""
         if self.num_rounds < SETTLED:
             return 1.0
-        return self.ratio.level / self._level_then.get(drafter, self._settled_level)
+        return self.ratio.level / self._level_when_timed.get(drafter, self._settled_level)
 
     def draft_s(self, drafter: str, rows_by_step: Sequence[float], *, hopeful: bool = False) -> float:
         """Chains: how many rows each step has. hopeful: a profile that no round has confirmed may be too high."""
         if not rows_by_step:
             return 0.0
-        seconds = self.starts.get(drafter, 0.0) * self._slower(drafter)
+        seconds = self.starts.get(drafter, 0.0) * self._slowdown(drafter)
         before, step_s = 0.0, 0.0
         for rows in rows_by_step:
             if rows != before:  # most steps are like the one before
@@ -284,7 +285,7 @@ class CostModel:
         self.ratio.observe(rows, own / self.curve(rows), noise)
         if self.num_rounds == SETTLED:
             self._settled_level = self.ratio.level
-            self._level_then.clear()
+            self._level_when_timed.clear()
         self._seen.add(rows)
         self.widest_seen = max(rows, self.widest_seen)
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
@@ -297,13 +298,13 @@ class CostModel:
         if self.is_profile:
             self._profile_draft(drafter, len(rows_by_step), seconds)
         elif drafter not in self.steps or expected <= 0.0:
-            self.steps[drafter] = seconds / sum([self._relative(rows) for rows in rows_by_step])
-            self._level_then[drafter] = self.ratio.level
+            self.steps[drafter] = seconds / sum([self._relative_cost(rows) for rows in rows_by_step])
+            self._level_when_timed[drafter] = self.ratio.level
         else:
             self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
             share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
-            factor = self._slower(drafter) * (1.0 + share * (min(seconds / expected, OUTLIER) - 1.0))
-            self._level_then[drafter] = self.ratio.level
+            factor = self._slowdown(drafter) * (1.0 + share * (min(seconds / expected, OUTLIER) - 1.0))
+            self._level_when_timed[drafter] = self.ratio.level
             self.steps[drafter] *= factor
             self.starts[drafter] = self.starts.get(drafter, 0.0) * factor
 

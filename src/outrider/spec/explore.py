@@ -1,13 +1,14 @@
 """Whether to look again, while drafting does not seem to pay, and how.
 
-Two things may be other than they look. Acceptance or costs may be better by a standard deviation, one time in six: a
-look is worth a sixth of what the rest of the answers would gain by that. And acceptance may have changed since somebody
-looked, as texts do: the longer ago that is, the likelier, so looks come as often as costs least. Looking every n rounds
-costs look_s / n a round, and a change is noticed n / 2 rounds late: the sum is least where both are the same.
+Plain decoding may be the wrong decision for two reasons. Acceptance or costs may be better than estimated: by a
+standard deviation one time in six, so a look is worth a sixth of what the rest of the answers would gain by that. And
+acceptance may have changed since the last look, the more likely the longer ago that is. A look every n rounds costs
+look_s / n a round and notices a change n / 2 rounds late; the sum is least where both terms are equal.
 
-The cheapest look is hindsight: a drafter reads what it has not read and tells what it would have drafted. Where that
-says nothing (drafts that are sampled and judged by their probabilities), a few requests draft. Where acceptance is
-known and the cost of so many rows is not, all draft for a round.
+There are three kinds of looks. By hindsight, the cheapest, a drafter reads the tokens it has not read and reports which
+of them it would have drafted. Hindsight does not apply to drafts that are sampled and verified by rejection: there a
+few requests draft. Where acceptance is known but no round had so many rows yet, all requests draft for one round, to
+measure what the rows cost.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from math import inf
 from outrider.spec.choose import Candidate, Setting, weigh
 from outrider.spec.outlook import Outlook
 
-LUCK = 0.16  # the chance that something is better than it looks by a standard deviation
-ALIKE = 500.0  # rounds that acceptance stays what it is, as a rule
+BETTER = 0.16  # the chance that something is better than it looks by a standard deviation
+UNCHANGED = 500.0  # rounds that acceptance stays what it is, as a rule
 ENOUGH = 16  # emitted tokens that a look by hindsight judges
 WORTH_A_LOOK = 8  # fewer are left to gather
 MOST_PROBED = 8  # tokens that a request drafts to find out
@@ -41,7 +42,7 @@ class Look:
 class Explorer:
     """Decides on a look from the outlook of a round whose pass has `fed` rows.
 
-    token_s: seconds of a token of plain decoding. rested: rounds since somebody looked. affordable: whether so many
+    token_s: seconds of a token of plain decoding. rested: rounds since the last look. affordable: whether so many
     seconds may be lost.
     """
 
@@ -53,13 +54,13 @@ class Explorer:
         self._token_s = token_s
         self._affordable = affordable
         self._known = outlook.evidence()
-        self._luck_s = LUCK * outlook.most_gain_s(outlook.candidates(doubt=-1.0))
-        self._change_s = 0.5 * rested / ALIKE * outlook.most_gain_s(outlook.prior_candidates())
+        self._if_better_s = BETTER * outlook.most_gain_s(outlook.candidates(doubt=-1.0))
+        self._if_changed_s = 0.5 * rested / UNCHANGED * outlook.most_gain_s(outlook.prior_candidates())
         self._rested_share = rested * len(outlook.jobs) / max(1, outlook.tokens_left)  # of the rounds left
 
     def look(self, judgeable: Mapping[int, int]) -> Look:
         """judgeable: of requests (by place) of which hindsight tells, how many tokens it would judge."""
-        if self._luck_s + self._change_s <= 0.0:
+        if self._if_better_s + self._if_changed_s <= 0.0:
             return Look()
         full = self._unmeasured()
         if full:
@@ -70,8 +71,8 @@ class Explorer:
         """Whether a look is worth what it takes, with reading before it. judged: tokens that it judges; the more are
         known already, the less do they say."""
         seconds = look_s + read_s
-        is_worth = seconds <= self._luck_s * (judged / (judged + self._known) if judged < inf else 1.0)
-        is_time = seconds <= self._change_s and look_s <= self._change_s * self._rested_share
+        is_worth = seconds <= self._if_better_s * (judged / (judged + self._known) if judged < inf else 1.0)
+        is_time = seconds <= self._if_changed_s and look_s <= self._if_changed_s * self._rested_share
         return (is_worth or is_time) and self._affordable(seconds)
 
     def _unmeasured(self) -> dict[int, int]:

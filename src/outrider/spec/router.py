@@ -108,13 +108,13 @@ class Router:
         try:
             with wrap_errors(DraftError, f"the {name} draft failed"):
                 resting = [job for job, width in zip(jobs, widths, strict=True) if width == 0]
-                told = _told(name, resting, drafter.hindsight(resting)) if resting else []
+                hindsight = _checked_hindsight(name, resting, drafter.hindsight(resting)) if resting else []
                 if len(resting) == len(jobs):
-                    drafts = Drafts([0] * len(jobs), target.ops.nothing, hindsight=told)
+                    drafts = Drafts([0] * len(jobs), target.ops.nothing, hindsight=hindsight)
                     self._charge(name, started)
                     return drafts
                 drafts = drafter.propose(jobs, widths, trees)
-                drafts.hindsight += told
+                drafts.hindsight += hindsight
                 _check_shapes(name, target.info, widths, trees, drafts)
                 if drafter.info.lookup and drafts.matched and drafts.probs is None:  # sampled tokens must be verified
                     _cut(target, drafts, trim(name, jobs, drafts))
@@ -131,11 +131,10 @@ class Router:
     def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> tuple[int, dict[str, DraftError]]:
         """The drafters see what came of their proposals. Returns the passes that took, and which failed."""
         total, faults = 0, {}
-        names = {name for jobs in (batch.prefill, batch.decode) for job in jobs for name in job.drafters}
-        for name in self.drafters if names else ():
+        names = {name for job in batch.jobs for name in job.drafters}
+        for name, drafter in self.drafters.items():
             if name not in names:
                 continue
-            drafter = self.drafters[name]
             started = self._clock.now()
             try:
                 with wrap_errors(DraftError, f"the {name} draft failed"):
@@ -172,8 +171,8 @@ class Router:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
 
 
-def _told(name: str, jobs: Sequence[Job], chains: Sequence[Sequence[tuple[int, int]]]) -> list[Hindsight]:
-    """What a drafter said in hindsight, checked."""
+def _checked_hindsight(name: str, jobs: Sequence[Job], chains: Sequence[Sequence[tuple[int, int]]]) -> list[Hindsight]:
+    """The chains that a drafter reports in hindsight. A DraftError says what is wrong with them."""
     fits = isinstance(chains, list) and len(chains) == len(jobs)
     if not fits or not all(isinstance(one, list) and all(map(_is_chain, one)) for one in chains):
         raise DraftError(
