@@ -156,11 +156,6 @@ class Acceptance:
             records.append((self._own.setdefault(job_id, {}).setdefault(key, Positions()), OWN_DECAY))
         return records
 
-    def knows(self, drafter: str) -> bool:
-        """Whether a prior was measured, or enough was judged to outweigh a guess."""
-        pool = self._pools.get((drafter, _match_class(None)))
-        return bool(self._priors.get(drafter)) or (pool is not None and sum(pool.verified) > POOL_STRENGTH)
-
     def evidence(self, drafter: str) -> float:
         """First tokens of chains that were judged, old ones counting for less."""
         pool = self._pools.get((drafter, _match_class(None)))

@@ -28,8 +28,7 @@ from outrider.spec.outlook import Outlook, to_catch_up
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands, or as many as bring so many tokens to each request
-DOUBT = 0.75  # standard deviations by which acceptance may be worse than it looks, for drafting to begin,
-UNKNOWN = 2.0  # and where nothing was seen yet, but hindsight will soon tell
+DOUBT = 0.75  # standard deviations by which acceptance may be worse than it looks, for drafting to begin
 PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
 PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
@@ -72,7 +71,6 @@ class WidthController:
         # a device that runs ahead of the host would have to wait for hindsight
         self._with_hindsight = frozenset(info.name for info in drafters if info.hindsight and not uniform)
         self._hindsight_from: dict[int, str] = {}  # job id -> the drafter that is asked for hindsight in this round
-        self._reported: set[str] = set()  # drafters that have given hindsight before
         # The decision that stands
         self._key: tuple[object, ...] = ()
         self._left = 0  # rounds
@@ -166,8 +164,7 @@ class WidthController:
         self._reason = LOOKUP
         if not free:
             return
-        is_unknown = not was_drafting and self._is_unknown(batch, free)
-        candidates = outlook.candidates(doubt=0.0 if was_drafting else UNKNOWN if is_unknown else DOUBT)
+        candidates = outlook.candidates(doubt=0.0 if was_drafting else DOUBT)
         growth = 0.0 if was_drafting else outlook.tokens_left / 2
         setting = outlook.setting(outlook.rows, hopeful=was_drafting, growth=growth)
         best = outlook.best(candidates, setting)
@@ -213,17 +210,6 @@ class WidthController:
             self._reason, self._left = PROBE, 1
         elif found.wait is not None:
             self._left = min(self._left, found.wait)
-
-    def _is_unknown(self, batch: Batch, free: Mapping[int, str]) -> bool:
-        """Whether nothing is known of the drafters yet, and hindsight will soon tell."""
-        for place, name in free.items():
-            if (
-                self.acceptance.knows(name)
-                or name in self._reported
-                or not self._has_hindsight(batch.decode[place], name)
-            ):
-                return False
-        return True
 
     def _has_hindsight(self, job: Job, name: str) -> bool:
         """Whether hindsight tells the job's acceptance: a draft is kept if it is the target's own token."""
@@ -312,7 +298,6 @@ class WidthController:
             own = None if told.job.done else told.job.id  # nothing is kept of a job that is over
             self.acceptance.add(own, told.drafter, told.chains, outdated=outdated, overlapping=True)
             self._looked = self.costs.num_rounds
-            self._reported.add(told.drafter)
         self._found.clear()
         return self._count(batch)
 

@@ -13,7 +13,7 @@ measure what the rows cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -24,9 +24,7 @@ BETTER = 0.16  # the chance that something is better than it looks by a standard
 UNCHANGED = 500.0  # rounds that acceptance stays what it is, as a rule
 ENOUGH = 16  # emitted tokens that a look by hindsight judges
 WORTH_A_LOOK = 8  # fewer are left to gather
-MOST_PROBED = 8  # tokens that a request drafts to find out
 MOST_ROWS = 16  # that a round drafts to find out what they cost, or as many as any round had
-SHARE = 4  # one request of so many, then
 
 
 @dataclass(slots=True)
@@ -109,7 +107,7 @@ class Explorer:
         outlook, widths = self._outlook, dict[int, int]()
         by_place = {one.place: one for one in outlook.prior_candidates()}
         total_s = read_s = judged = 0.0
-        for place in self._cheapest_first(outlook.free)[: max(1, len(outlook.jobs) // SHARE)]:
+        for place in self._cheapest_first(outlook.free):
             entry_s = outlook.entry_s([place])
             width, loss_s = _cheapest(by_place[place], self._setting, self._token_s, entry_s)
             total_s, read_s, judged = total_s + loss_s, read_s + entry_s, judged + width
@@ -128,9 +126,8 @@ def _cheapest(candidate: Candidate, setting: Setting, token_s: float, entry_s: f
     now_s, num_jobs = setting.seconds(0, ()), setting.tokens
     best, least = (1, 0.0), inf
     judged = tokens = 0.0
-    reach: Sequence[float] = candidate.reach[:MOST_PROBED]
-    for width, chance in enumerate(reach, 1):
-        judged += reach[width - 2] if width > 1 else 1.0
+    for width, chance in enumerate(candidate.reach, 1):
+        judged += candidate.reach[width - 2] if width > 1 else 1.0
         tokens += chance
         # what a single row costs drowns in noise, so its share of a row for every request counts
         rows_s = max(
