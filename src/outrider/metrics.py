@@ -251,7 +251,10 @@ class Statistics:
         self.rejected += refused * times
         self.unread += (drafted - kept - refused) * times
         self.bonus += is_bonus * times
-        self.drafters.setdefault(maker, DrafterCounts()).add(outcome, times)
+        counts = self.drafters.get(maker)
+        if counts is None:
+            counts = self.drafters[maker] = DrafterCounts()
+        counts.add(outcome, times)
         self.rounds_by_depth[depth] = self.rounds_by_depth.get(depth, 0) + times
         self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + times
 

@@ -41,6 +41,10 @@ class Sprout:
 
     def feed(self) -> list[int]:
         """The tokens of the tips, which count as fed from now on."""
+        if not self.is_tree:
+            self.fed_parents.append(len(self.fed) - 1)
+            self.fed += self.tips
+            return self.tokens[-1:]
         place = {node: at for at, node in enumerate(self.fed)}
         self.fed_parents += [place.get(self.parents[tip], -1) for tip in self.tips]
         self.fed += self.tips
@@ -103,13 +107,14 @@ Faults = list[tuple[Sprout, OutriderError]]
 def _extend(ops: SamplingOps, active: Sequence[Sprout], logits: Array) -> tuple[Drawn, Array | None, Faults]:
     """One more token for chains."""
     drawn = ops.draft([sprout.job for sprout in active], [sprout.tokens for sprout in active], logits)
-    nodes = [
-        (sprout, _add(sprout, token, sprout.depth - 1, 0.0))
-        for sprout, token in zip(active, drawn.tokens.tolist(), strict=True)
-    ]
-    for sprout, node in nodes:
+    nodes = []
+    for sprout, token in zip(active, drawn.tokens.tolist(), strict=True):
+        node = sprout.depth
+        sprout.tokens.append(token)
         sprout.tips = [node]
-        sprout.depth += 1
+        sprout.room -= 1
+        sprout.depth = node + 1
+        nodes.append((sprout, node))
     return nodes, drawn.probs, [(active[index], fault) for index, fault in drawn.faults.items()]
 
 

@@ -366,7 +366,7 @@ class ModelDrafter(Drafter):
             seat.length += len(emitted)
             del seat.ahead[: len(emitted)]
             return
-        kept = _path(seat, job.tokens[seat.length : -1])
+        kept = _path(seat, emitted[:-1])
         start = seat.length
         seat.length += len(kept)
         if seat.parents and kept != list(range(len(kept))):
@@ -419,12 +419,18 @@ class ModelDrafter(Drafter):
 
 def _path(seat: Seat, emitted: Sequence[int]) -> list[int]:
     """Which of the tokens it read ahead were emitted, in order."""
+    if not seat.parents:
+        count = 0
+        for token, read in zip(emitted, seat.ahead, strict=False):
+            if token != read:
+                break
+            count += 1
+        return list(range(count))
     path: list[int] = []
     for token in emitted:
         last = path[-1] if path else -1
         for place in range(last + 1, len(seat.ahead)):
-            parent = seat.parents[place] if seat.parents else place - 1
-            if parent == last and seat.ahead[place] == token:
+            if seat.parents[place] == last and seat.ahead[place] == token:
                 path.append(place)
                 break
         else:

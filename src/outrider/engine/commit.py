@@ -18,19 +18,23 @@ class Taken(NamedTuple):
 
 def take(job: Job, tokens: Sequence[int]) -> Taken:
     """Append tokens to the job up to the first that ends the answer; nothing after it exists for anyone."""
-    held, stop_ids, stream, on_token = job.tokens, job.stop_ids, job.text, job.request.on_token
+    held, counts, grammar, stop_ids = job.tokens, job.counts, job.grammar, job.stop_ids
+    stream, on_token, length = job.text, job.request.on_token, len(job.tokens)
     pieces: list[str] = []
     for token in tokens:
         held.append(token)
-        if job.counts is not None:
-            job.counts[token] = job.counts.get(token, 0) + 1
-        may_stop = len(held) >= job.min_length
+        length += 1
+        if counts is not None:
+            counts[token] = counts.get(token, 0) + 1
         stopped = token in stop_ids  # its id is part of the answer, its text is not
-        is_full = len(held) >= job.limit
+        is_full = length >= job.limit
         piece = ""
         if stream is not None and not stopped:
-            piece = _push(stream, token, may_stop)
-        is_over = stopped or (stream is not None and stream.stopped) or _completes(job, token)
+            piece = _push(stream, token, length >= job.min_length)
+        is_over = stopped or (stream is not None and stream.stopped)
+        if grammar is not None and not is_over:
+            grammar.advance(token)
+            is_over = grammar.is_complete  # nothing may follow
         if stream is not None and (is_over or is_full):
             piece += stream.finish()  # nothing can follow: what was held back is text
         pieces.append(piece)
@@ -43,14 +47,6 @@ def take(job: Job, tokens: Sequence[int]) -> Taken:
         if is_full:
             return Taken(pieces, FinishReason.LENGTH)
     return Taken(pieces, None)
-
-
-def _completes(job: Job, token: int) -> bool:
-    """Whether the job's grammar lets nothing follow the token."""
-    if job.grammar is None:
-        return False
-    job.grammar.advance(token)
-    return job.grammar.is_complete
 
 
 def _push(stream: TextOut, token: int, may_stop: bool) -> str:

@@ -45,6 +45,7 @@ class Router:
             if drafter.name in self.drafters:
                 raise ConfigError(f"a drafter cannot be called {drafter.name}; choose another name", param="draft")
             self.drafters[drafter.name] = drafter
+        self._wraps = {name: wrap_errors(DraftError, f"the {name} draft failed") for name in self.drafters}
         self._ahead = [drafter for drafter in self.drafters.values() if drafter.info.run_ahead]
         self.hidden = tuple(sorted({layer for drafter in drafters for layer in drafter.info.hidden_layers}))
         self.seconds: dict[str, float] = {}  # that each drafter took in this round
@@ -86,7 +87,7 @@ class Router:
         ready = []
         for ask in asks:
             try:
-                with wrap_errors(DraftError, f"the {ask.drafter} draft failed"):
+                with self._wraps[ask.drafter]:
                     lag = self.drafters[ask.drafter].lag(job)
                     if not isinstance(lag, int):
                         raise DraftError(
@@ -106,7 +107,7 @@ class Router:
         widths, trees = [ask.width for ask in asks], [ask.tree for ask in asks]
         started = self._clock.now()
         try:
-            with wrap_errors(DraftError, f"the {name} draft failed"):
+            with self._wraps[name]:
                 resting = [job for job, width in zip(jobs, widths, strict=True) if width == 0]
                 hindsight = _checked_hindsight(name, resting, drafter.hindsight(resting)) if resting else []
                 if len(resting) == len(jobs):
@@ -137,7 +138,7 @@ class Router:
                 continue
             started = self._clock.now()
             try:
-                with wrap_errors(DraftError, f"the {name} draft failed"):
+                with self._wraps[name]:
                     steps = drafter.observe(batch, scores, verdicts)
                     if not isinstance(steps, int):
                         raise DraftError(
@@ -152,7 +153,7 @@ class Router:
     def pause(self, job: Job) -> None:
         """The job was preempted."""
         for drafter in self.drafters.values():
-            with wrap_errors(DraftError, f"the {drafter.name} draft failed"):
+            with self._wraps[drafter.name]:
                 drafter.pause(job)
 
     def forget(self, job: Job) -> None:
