@@ -43,9 +43,10 @@ identity: .venv/.dev    ## greedy identity with plain decoding on the default mo
 serving: .venv/.dev     ## many requests at once: 100,000 random steps, a day of virtual time, the default model under pressure
 	$(BIN)/python -m pytest -s -m slow tests/test_serving_machine.py tests/test_snapshot.py tests/test_real_serving.py
 
-proofs: .venv/.dev      ## the whole grid of joint-distribution proofs; bits of rows in the GPU's kernels, interpreted
-	$(BIN)/python -m pytest -n auto -m "slow or not slow" tests/test_law.py tests/test_tiny_law.py tests/test_vocab.py tests/test_grammar.py
-	$(BIN)/python -m pytest -n auto -m slow tests/test_transformer.py tests/test_gpu_rounds.py tests/test_hf.py
+ELSEWHERE := test_page.py test_serving_machine.py test_snapshot.py $(notdir $(wildcard tests/test_real*.py))
+
+proofs: .venv/.dev      ## the whole grid of joint-distribution proofs, and all else that takes long and needs no model
+	$(BIN)/python -m pytest -n auto -m slow $(ELSEWHERE:%=--ignore=tests/%)
 
 gpu-kernels: .venv/.dev ## compile the GPU's kernels for three generations of GPUs; needs none
 	$(BIN)/python tests/compile_kernels.py

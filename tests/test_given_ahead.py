@@ -115,8 +115,8 @@ def rate(engine: Engine, batch: int, width: int | None) -> float:
         (1, 1.4),
         (8, 1.45),
         (32, 1.2),
-        (128, 0.95),
-        (256, 0.97),
+        pytest.param(128, 0.95, marks=pytest.mark.slow),
+        pytest.param(256, 0.97, marks=pytest.mark.slow),
     ],
 )
 def test_widths_follow_what_rounds_cost_when_they_are_queued(batch: int, least: float) -> None:

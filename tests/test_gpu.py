@@ -129,7 +129,7 @@ def on_device(rows: Any, places: int, tile: int, filled: int = 3) -> Any:
 
 @pytest.mark.parametrize("tree", ["", "masks", "paths"])
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("tile", [1, 3])
+@pytest.mark.parametrize("tile", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_attend(kernels: ModuleType, tree: str, window: int | None, tile: int) -> None:
     if tree == "masks" and window is not None:
         pytest.skip("a window goes by position, which masks do not know: such trees are looked at by path")

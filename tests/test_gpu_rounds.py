@@ -53,7 +53,7 @@ def judged(ops: DeviceSampling, batch: Round) -> Any:
     return ops.judge(batch.jobs, drafts, Scores(batch.rows, torch.as_tensor(batch.logits)))
 
 
-@pytest.mark.parametrize("size", [2, 5, 129, 1000])
+@pytest.mark.parametrize("size", [5, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 129))])
 def test_verdicts_are_the_reference_s(ops: DeviceSampling, size: int) -> None:
     """Both rules, chains, trees, certain and sampled drafts, every control, rows that cannot be used."""
     settings = SETTINGS if size > 2 else SETTINGS[:-1]
@@ -453,7 +453,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("run_ahead", [False, True, "always"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_widths_that_change_all_the_time(
     model: RandomFile, monkeypatch: pytest.MonkeyPatch, seed: int, run_ahead: Any
 ) -> None:

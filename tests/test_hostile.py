@@ -1179,12 +1179,12 @@ def one_brief() -> Iterator[Target]:
         yield target
 
 
-@pytest.mark.parametrize("max_examples", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [5, pytest.param(300, marks=pytest.mark.slow)])
 def test_everything_answers_as_it_is_described(one_brief: Target, max_examples: int) -> None:
     with unharmed(one_brief):
         statuses, wrong = described(one_brief, max_examples)
     assert not wrong, f"{len(wrong)} faults; the first: {wrong[:3]}"
-    assert sum(statuses.values()) > 1000 and not any(status in (0, 500) for _, status in statuses)
+    assert sum(statuses.values()) > 100 * max_examples and not any(status in (0, 500) for _, status in statuses)
     for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
         assert statuses[f"POST {path}", 200] >= 3 and statuses[f"POST {path}", 400] > 20, statuses
     assert {label for label, _ in statuses} >= {"GET /v1/models", "GET /metrics", "DELETE /v1/requests/{request_id}"}
