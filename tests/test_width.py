@@ -12,6 +12,7 @@ import pytest
 
 from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend
+from outrider.bench import never_slower
 from outrider.bench.never_slower import Cell, measure
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
@@ -67,6 +68,22 @@ def losing_engine(**settings: object) -> Engine:
 def test_auto_is_never_slower(cell: Cell) -> None:
     reading = measure(cell)
     assert reading.holds, reading
+
+
+@pytest.mark.blind
+@pytest.mark.parametrize("width", [0, 1, 3, 16])
+@pytest.mark.parametrize(("acceptance", "batch"), [((0.6,), 1), ((0.3, 0.9), 4)])
+def test_the_passes_of_a_fixed_width_are_those_of_an_engine(
+    acceptance: tuple[float, ...], batch: int, width: int
+) -> None:
+    passes: dict[tuple[int, bool], tuple[int, int]] = {}
+
+    def count(rows: int, context: int, is_draft: bool) -> None:
+        times, before = passes.get((rows, is_draft), (0, 0))
+        passes[rows, is_draft] = times + 1, before + context
+
+    never_slower._run(acceptance, batch, width, count, VirtualClock())
+    assert never_slower._passes(acceptance, batch, width) == passes
 
 
 def test_it_drafts_where_that_pays_and_says_so() -> None:

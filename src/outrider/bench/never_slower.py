@@ -2,8 +2,8 @@
 
 A cell answers the same requests by width 0, by every fixed width and by the engine's own choice (`auto`), each with a
 fresh engine, and compares the seconds. Draft passes cost `draft_cost` times what the target needs for as many rows,
-reading the prompt and catching up included. What a fixed width does depends on no cost, so it runs once and is priced
-for every curve. Costs are profiled at load by the same code as for a real model, never handed over.
+reading the prompt and catching up included. What a fixed width does depends on no cost, so its passes are counted and
+priced (`fixed_width.py`). Costs are profiled at load by the same code as for a real model, never handed over.
 
 `random_cells` goes off the grid: random acceptance and costs, jitter, passes that grow dearer with the context, and a
 profile that is wrong.
@@ -12,7 +12,6 @@ profile that is wrong.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ import numpy as np
 
 from outrider.backends.base import Spans
 from outrider.backends.mock import MockBackend
+from outrider.bench.fixed_width import Passes, count_passes
 from outrider.clock import VirtualClock
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
@@ -192,17 +192,39 @@ def _priced(cell: Cell, width: int) -> float:
 
 
 @cache
-def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> dict[tuple[int, bool], tuple[int, int]]:
+def _passes(acceptance: tuple[float, ...], batch: int, width: int) -> Passes:
     """How many passes of how many rows a fixed width makes, of target and draft, and the tokens in their caches."""
-    passes: Counter[tuple[int, bool]] = Counter()
-    contexts: Counter[tuple[int, bool]] = Counter()
+    num_tokens, right_ahead = TOKENS[batch], list[list[int]]()
+    for uniforms in _uniforms(batch):
+        ahead = [0] * (PROMPT + num_tokens + 1)
+        for place in range(PROMPT + num_tokens - 1, PROMPT - 1, -1):
+            is_right = uniforms[place] < _share_at(acceptance, place, num_tokens)
+            ahead[place] = ahead[place + 1] + 1 if is_right else 0
+        right_ahead.append(ahead[:-1])
+    return count_passes(right_ahead, PROMPT, width)
 
-    def count(rows: int, context: int, is_draft: bool) -> None:
-        passes[rows, is_draft] += 1
-        contexts[rows, is_draft] += context
 
-    _run(acceptance, batch, width, count, VirtualClock())
-    return {key: (times, contexts[key]) for key, times in passes.items()}
+@cache
+def _uniforms(batch: int) -> list[list[float]]:
+    """The number that decides whether the draft is right, after each length of each answer."""
+    mock = MockBackend(MODEL)
+    answers = Engine.load(mock, max_batch=batch, threaded=False).generate(_requests(batch))
+    prompts = [request.prompt for request in _requests(batch)]
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    return [[_uniform(state) for state in mock._hashes(text)] for text in texts]
+
+
+def _requests(batch: int) -> list[Request]:
+    greedy = SamplingParams(temperature=0.0)
+    return [
+        Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=TOKENS[batch]) for index in range(batch)
+    ]
+
+
+def _share_at(acceptance: Sequence[float], place: int, num_tokens: int) -> float:
+    """The share of right drafts for the token at a place of the text."""
+    part = int(max(0, place - PROMPT) / (num_tokens / len(acceptance)))
+    return acceptance[min(part, len(acceptance) - 1)]
 
 
 def _run(
@@ -214,16 +236,12 @@ def _run(
     loaded: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, float]:
     """Answer the requests of a cell with a fresh engine, and the seconds of that. Its profile at load is apart."""
-    num_tokens = TOKENS[batch]
     target = _PricedMock(price)
-    draft = _Guesser(price, acceptance, num_tokens)
+    draft = _Guesser(price, acceptance, TOKENS[batch])
     engine = Engine.load(target, draft=draft, width=width, max_batch=batch, clock=clock, threaded=False)
     loaded()
     started = clock.now()
-    greedy = SamplingParams(temperature=0.0)
-    engine.generate(
-        [Request(prompt=[index, *range(1, PROMPT)], sampling=greedy, max_tokens=num_tokens) for index in range(batch)]
-    )
+    engine.generate(_requests(batch))
     return engine, clock.now() - started
 
 
@@ -250,7 +268,7 @@ class _Guesser(_PricedMock):
     def __init__(self, price: Price, acceptance: Sequence[float], num_tokens: int) -> None:
         super().__init__(price)
         self._acceptance = acceptance
-        self._part = num_tokens / len(acceptance)
+        self._num_tokens = num_tokens
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         scores = super().score(spans, hidden)
@@ -258,9 +276,7 @@ class _Guesser(_PricedMock):
         for slot, rows in zip(spans.slots, spans.rows, strict=True):
             states = self._states[slot]
             for place in range(len(states) - rows, len(states)):
-                part = int(max(0, place - PROMPT) / self._part)
-                share = self._acceptance[min(part, len(self._acceptance) - 1)]
-                wrong.append(_uniform(states[place]) >= share)
+                wrong.append(_uniform(states[place]) >= _share_at(self._acceptance, place, self._num_tokens))
             at += rows
         logits: Any = scores.logits
         if any(wrong):
