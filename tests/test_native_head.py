@@ -204,6 +204,27 @@ def test_bits_depend_on_nothing_but_the_entries(isa: str, model: Any, path: Path
     assert all(np.array_equal(found[0], one) for one in found[1:])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompt_that_only_fills_the_cache(layout: str, model: Any, path: Path, tmp_path: Path) -> None:
+    """The last layer computes keys and values alone; they are those of a pass whose outputs are wanted."""
+    file = open_head(head_folder(tmp_path, layout, model))
+    generator = np.random.default_rng(4)
+    tokens = generator.integers(0, 101, 21).tolist()
+    hidden = generator.standard_normal((21, 64)).astype(np.float32)
+    held, outputs = [], []
+    for fills in (False, True):
+        head = NativeHead(file, native(path))
+        slot = head.target.open([], 60)
+        prompt = Entries([slot], [0], [0], [20], tokens[:20], hidden[:20])
+        if fills:
+            head.fill_cache(prompt)
+        else:
+            head.read(prompt)
+        held.append(head.store.read(head.pages.places(slot, range(1, 21))))
+        outputs.append(head.read(Entries([slot], [0], [20], [1], tokens[20:], hidden[20:])))
+    assert np.array_equal(*held) and np.array_equal(*outputs) and np.ptp(held[0]) > 1.0
+
+
 def test_edges_of_pages(model: Any, path: Path, tmp_path: Path) -> None:
     target = native(path)
     head = NativeHead(open_head(head_folder(tmp_path, "trained", model)), target)

@@ -106,6 +106,9 @@ class EagleHead(Edges):
                 joined = self.norm(joined, self._fc_norm)
             return self._project(joined)
 
+    def fill_cache(self, entries: Entries) -> None:
+        self.read(entries)
+
     def read(self, entries: Entries) -> torch.Tensor:
         """Outputs of the entries: what follows their tokens. [N, width]"""
         self._make_room(entries)

@@ -73,7 +73,7 @@ class DeviceRoller(Roller, Protocol):
     """One on a device that works while the host does something else (`backends.cuda.eagle`)."""
 
     def read(self, entries: Entries) -> bool:
-        """Read entries whose outputs nobody wants: those of prompts. False: it cannot, and nothing changed."""
+        """As `Head.fill_cache`. False: it cannot, and nothing changed."""
 
     def grow(
         self, entries: Entries, levels: int, per: int, warps: Sequence[tuple[float, float]]
@@ -136,6 +136,9 @@ class Head(Protocol):
 
     def read(self, entries: Entries) -> Array:
         """Outputs of the entries: what follows their tokens. [N, width]"""
+
+    def fill_cache(self, entries: Entries) -> None:
+        """Read entries whose outputs nobody wants: those of prompts. Their keys and values stay."""
 
     def again(self, outputs: Array) -> Array:
         """Outputs as the hidden states of entries that guess on."""

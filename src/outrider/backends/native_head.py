@@ -118,6 +118,11 @@ class NativeHead(Edges):
         fused = weights.fc.multiply(joined)
         return fused if weights.fc_bias is None else fused + weights.fc_bias
 
+    def fill_cache(self, entries: Entries) -> None:
+        self._make_room(entries)
+        arguments, _kept = self._arguments(entries, 0, {"hidden_layers": [], "wanted": []})
+        forward(self._model, Pass(**arguments))
+
     def read(self, entries: Entries) -> Array:
         self._make_room(entries)
         outputs = np.empty((len(entries.tokens), self.spec.layer.width), dtype=np.float32)

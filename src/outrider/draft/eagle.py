@@ -274,7 +274,7 @@ class EagleDrafter(Drafter):
         counts = [len(seat.pending) - 1 for seat in seats]
         entries = self._pending(jobs, seats, counts)
         if self._device is None or not self._device.read(entries):
-            self.head.read(entries)
+            self.head.fill_cache(entries)
         for seat, count in zip(seats, counts, strict=True):
             self._has_read(seat, count)
 

@@ -173,6 +173,14 @@ class Run {
     }
 
   private:
+    // Whether anything is made of what comes out of layer number `layer` (from 1). Of the last one it may be that nothing
+    // is: where a prompt is read, only keys and values stay.
+    bool is_wanted(int layer) const {
+        const int *hidden = pass_.hidden_layers;
+        return layer < pass_.num_layers || pass_.num_wanted ||
+               std::any_of(hidden, hidden + pass_.num_hidden, [&](int wanted) { return wanted >= layer; });
+    }
+
     void embed(int row, float *out) const { unpack_row(model_.embedding, pass_.tokens[row], kernels_.lanes, out); }
 
     // A head's first layer reads the embedding and the hidden state side by side, each normed; the latter passes it by.
@@ -198,12 +206,19 @@ class Run {
         const float *read = enters ? b.entered : b.normed;
         if (enters) prepare(b.entered, 2 * width, nullptr, nullptr, {&layer.queries, &layer.keys, &layer.values});
         else prepare(b.x, width, layer.attention_norm, b.normed, {&layer.queries, &layer.keys, &layer.values});
-        multiply({{&layer.queries, b.queries, layer.query_bias, false},
-                  {&layer.keys, b.keys, layer.key_bias, false},
-                  {&layer.values, b.values, layer.value_bias, false}},
-                 read, rows_);
+        const Product queries{&layer.queries, b.queries, layer.query_bias, false};
+        const Product keys{&layer.keys, b.keys, layer.key_bias, false};
+        const Product values{&layer.values, b.values, layer.value_bias, false};
+        const bool is_read = is_wanted(number + 1);
+        if (is_read) multiply({queries, keys, values}, read, rows_);
+        else multiply({keys, values}, read, rows_);
         const int heads = model_.num_kv_heads;
-        pool_.share(rows_ * heads, [&](int item) { place(layer, number, item / heads, item % heads); });
+        pool_.share(rows_ * heads, [&](int item) {
+            const int row = item / heads, head = item % heads;
+            if (is_read) turn_queries(layer, row, head);
+            store_key(layer, number, row, head);
+        });
+        if (!is_read) return;
         attend(layer, number);
         prepare(b.seen, head_rows, nullptr, nullptr, {&layer.attention_out});
         multiply({{&layer.attention_out, b.x, nullptr, true}}, b.seen, rows_);
@@ -311,22 +326,28 @@ class Run {
                 model_.page_size, padded_size(model_),              model_.head_dim,                padded_dim(model_)};
     }
 
-    // A key head of a row and the queries that look at it are normed and turned; key and value go where they belong.
-    void place(const Layer &layer, int number, int64_t row, int head) {
-        const int dim = model_.head_dim, group = model_.num_heads / model_.num_kv_heads;
-        const float *turns = pass_.turns + int64_t(pass_.positions[row]) * 2 * model_.rotary_pairs;
+    const float *turns_of(int64_t row) const {
+        return pass_.turns + int64_t(pass_.positions[row]) * 2 * model_.rotary_pairs;
+    }
+
+    // The queries that look at a key head, of one row.
+    void turn_queries(const Layer &layer, int64_t row, int head) {
+        const int dim = model_.head_dim;
         const float scale = 1.0f / sqrtf(float(dim));
-        for (int q = 0; q < group; q++) {
-            float *query = buffers_.queries + (row * model_.num_heads + head * group + q) * dim;
+        for (int q = 0; q < group(); q++) {
+            float *query = buffers_.queries + (row * model_.num_heads + head * group() + q) * dim;
             norm_head(query, layer.query_norm);
-            kernels_.rotate(query, turns, model_.rotary_pairs, model_.interleaved);
+            kernels_.rotate(query, turns_of(row), model_.rotary_pairs, model_.interleaved);
             for (int d = 0; d < dim; d++) query[d] *= scale;
         }
-        float *key = buffers_.keys + (row * model_.num_kv_heads + head) * dim;
+    }
+
+    void store_key(const Layer &layer, int number, int64_t row, int head) {
+        const int64_t at = (row * model_.num_kv_heads + head) * model_.head_dim;
+        float *key = buffers_.keys + at;
         norm_head(key, layer.key_norm);
-        kernels_.rotate(key, turns, model_.rotary_pairs, model_.interleaved);
-        const float *value = buffers_.values + (row * model_.num_kv_heads + head) * dim;
-        kernels_.store_kv(kv_view(number, head), pass_.places[row], key, value);
+        kernels_.rotate(key, turns_of(row), model_.rotary_pairs, model_.interleaved);
+        kernels_.store_kv(kv_view(number, head), pass_.places[row], key, buffers_.values + at);
     }
 
     void norm_head(float *x, const float *weight) const {
