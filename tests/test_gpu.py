@@ -128,7 +128,7 @@ def on_device(rows: Any, places: int, tile: int, filled: int = 3) -> Any:
 
 
 @pytest.mark.parametrize("tree", ["", "masks", "paths"])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tile", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_attend(kernels: ModuleType, tree: str, window: int | None, tile: int) -> None:
     if tree == "masks" and window is not None:
@@ -240,7 +240,10 @@ def gpu_engine(model: RandomFile, counting: Counting) -> Engine:
     return Engine(backend, [NgramDrafter()], threaded=False)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "accept": "coupled"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.9, "seed": 3, "accept": "coupled"}, pytest.param({"temperature": 0.0}, marks=pytest.mark.slow)],
+)
 def test_the_next_pass_is_queued_before_the_host_looks(
     kernels: ModuleType, model: RandomFile, settings: dict[str, Any]
 ) -> None:

@@ -178,7 +178,10 @@ def test_who_reads_hidden_states_is_not_asked_before_there_are_some(model: Any, 
 
 
 @pytest.mark.usefixtures("by_twins")
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.5, "seed": 4, "accept": "coupled"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.5, "seed": 4, "accept": "coupled"}, pytest.param({"temperature": 0.0}, marks=pytest.mark.slow)],
+)
 def test_guesses_behind_verdicts_that_keep_some(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def judged(ops: DeviceSampling, batch: Round) -> Any:
     return ops.judge(batch.jobs, drafts, Scores(batch.rows, torch.as_tensor(batch.logits)))
 
 
-@pytest.mark.parametrize("size", [5, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 129))])
+@pytest.mark.parametrize("size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 129, 1000))])
 def test_verdicts_are_the_reference_s(ops: DeviceSampling, size: int) -> None:
     """Both rules, chains, trees, certain and sampled drafts, every control, rows that cannot be used."""
     settings = SETTINGS if size > 2 else SETTINGS[:-1]
@@ -187,7 +187,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("method", ["model", "layerskip"])
-@pytest.mark.parametrize("settings", RULES)
+@pytest.mark.parametrize("settings", [*RULES[:2], pytest.param(RULES[2], marks=pytest.mark.slow)])
 def test_a_draft_that_goes_on_by_itself_changes_no_text(
     model: RandomFile, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,6 @@ QUICK = (
     "model-together-rejection",
     "scripted-together-rejection",
     "no-rewind-model-rejection",
-    "torch-rejection",
 )
 QUICK_TREES = ("model-tree8-rejection", "trees-tree-together-rejection")
 
@@ -122,7 +121,7 @@ def every_law_holds(cases: Sequence[Case], engine: Engine, count: int) -> None:
 def test_the_race_of_contenders_keeps_the_law(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large vocabularies draw from contenders only; here a small one is made to."""
     monkeypatch.setattr(noise, "PRUNED", 0)
-    assert measure(Case("pruned", width=2, rule=rule), 15_000) > SIGNIFICANCE
+    assert measure(Case("pruned", width=2, rule=rule), 8_000) > SIGNIFICANCE
 
 
 @pytest.mark.slow

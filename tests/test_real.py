@@ -73,6 +73,7 @@ def test_content_of_messages_forms_no_control_tokens(engine: Engine) -> None:
     assert engine.encode_chat(loud).count(end) == engine.encode_chat(quiet).count(end) == 2
 
 
+@pytest.mark.slow  # `make real`, as everything with a second copy of the model
 def test_logits_are_those_of_transformers(path: Path, reference: Any, engine: Engine) -> None:
     backend = TransformerBackend(open_model(path), Pages(128, 16))
     for prompt in PROMPTS[:5]:
@@ -109,6 +110,7 @@ def same_words(engine: Engine, reference: Any, prompts: list[str], length: int) 
     return ties
 
 
+@pytest.mark.slow
 def test_greedy_words_are_those_of_transformers(engine: Engine, reference: Any) -> None:
     assert same_words(engine, reference, PROMPTS[:4], 24) == []
 

@@ -56,7 +56,10 @@ def surprise(backend: Any, tokens: list[int]) -> float:
     return float(-told.mean())
 
 
-@pytest.mark.parametrize(("kv_type", "bound"), [("f32", 0.005), ("f16", 0.01), ("q8", 0.01)])
+@pytest.mark.parametrize(
+    ("kv_type", "bound"),
+    [("f16", 0.01), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("f32", 0.005), ("q8", 0.01)))],
+)
 def test_a_text_is_as_likely_as_in_fp32(path: Path, kv_type: str, bound: float) -> None:
     """Perplexity: what rounding activations to int8, keys and values costs.
 
