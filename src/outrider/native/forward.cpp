@@ -67,18 +67,19 @@ int64_t kv_block_bytes(const Model &model) {
 }
 
 Rounded cut_rounded(Cutter &cutter, int64_t rows, int64_t columns, int lanes) {
-    const int64_t numbers = rows * columns;
-    return {cutter.cut<int8_t>(numbers), cutter.cut<float>(numbers / BLOCK + 1), cutter.cut<float>(numbers / BLOCK + 1),
-            cutter.cut<int8_t>(numbers / 16 + 16), cutter.cut<int32_t>((numbers / 16 + 1) * lanes)};
+    const int64_t numbers = rows * columns, blocks = numbers / BLOCK + 1;
+    return {cutter.cut<int8_t>(numbers),           cutter.cut<float>(blocks),
+            cutter.cut<float>(blocks),             cutter.cut<int8_t>(numbers / 16 + 16),
+            cutter.cut<int32_t>((numbers / 16 + 1) * lanes), cutter.cut<int32_t>(blocks)};
 }
 
 Rounded from_column(const Rounded &all, int64_t at, int lanes) {
     return {all.rounded + at, all.scales + at / BLOCK, all.weighted + at / BLOCK, all.digits + at / 16,
-            all.starts + at / 16 * lanes};
+            all.starts + at / 16 * lanes, all.lowered + at / BLOCK};
 }
 
 Activations activations_of(const Matrix &matrix, const float *values, const Rounded &from) {
-    return {values, from.rounded, from.scales, from.weighted, from.digits, from.starts, matrix.columns};
+    return {values, from.rounded, from.scales, from.weighted, from.digits, from.starts, from.lowered, matrix.columns};
 }
 
 struct Buffers {

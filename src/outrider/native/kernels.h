@@ -79,7 +79,7 @@ struct Eights {
     static constexpr int MOST = 128;  // of a weight, without its sign
     static constexpr bool SIGNED = true, IN_ORDER = false;
     static INLINE void unpack(const uint8_t *at, B *w) {
-        for (int g = 0; g < 8; g++) w[g] = V::bytes(at + 4 * LANES * g);
+        for (int g = 0; g < 8; g++) w[g] = V::eights(at + 4 * LANES * g);
     }
 };
 
@@ -156,12 +156,13 @@ INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
     }
 }
 
-// Products of 32 weights with M rows, `stride` bytes apart.
-template <class Quants, int M> INLINE void dot_block(I *sums, const B *w, const int8_t *rounded, int64_t stride) {
+// Products of 32 weights with M rows, `stride` bytes apart. lowered: of the first row, for weights with a sign.
+template <class Quants, int M>
+INLINE void dot_block(I *sums, const B *w, const int8_t *rounded, int64_t stride, const int32_t *lowered = nullptr) {
     V::Row rows[M];
     UNROLL for (int m = 0; m < M; m++) {
         rows[m] = V::row(rounded + m * stride);
-        sums[m] = V::start();
+        sums[m] = Quants::SIGNED ? V::start_eights(lowered + m * stride / BLOCK) : V::start();
     }
     dot_steps<Quants, 0, 8, M>(sums, w, rows);
 }
@@ -183,6 +184,7 @@ template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
         const int8_t *rounded = rows.rounded + first * rows.columns;
         const float *scales = rows.scales + first * rows.columns / BLOCK;
         const float *weighted = rows.weighted + first * rows.columns / BLOCK;
+        const int32_t *lowered = rows.lowered + first * rows.columns / BLOCK;
         const int64_t stride = rows.columns, short_stride = rows.columns / BLOCK;
         F total[M];
         UNROLL for (int m = 0; m < M; m++) total[m] = V::zero();
@@ -195,7 +197,7 @@ template <class Quants, int OFFSET, bool MINIMUM> struct ByBlock {
             if constexpr (MINIMUM) minimum = V::half(reinterpret_cast<const uint16_t *>(at) + LANES);
             else if constexpr (OFFSET) minimum = V::mul(d, V::set(-float(OFFSET)));
             I products[M];
-            dot_block<Quants, M>(products, w, rounded + BLOCK * b, stride);
+            dot_block<Quants, M>(products, w, rounded + BLOCK * b, stride, lowered + b);
             UNROLL for (int m = 0; m < M; m++) {
                 total[m] = V::fma(total[m], V::finish(products[m]), V::mul_one(d, scales[m * short_stride + b]));
                 if constexpr (MINIMUM || OFFSET)
@@ -426,22 +428,21 @@ void round_row(const float *values, int count, Rounding how, const Rounded &out)
         const float scale = sound ? largest / 127.0f : NAN;  // what is broken must be seen in the result
         const F inverse = V::set(sound && largest > 1e-30f ? 127.0f / largest : 0.0f);  // else it would be infinite
         for (int block = start; block < start + size; block += BLOCK) {
-            int32_t halves[2];
-            for (int half = 0; half < 2; half++) {
-                I sum = V::int_zero();
+            I sums[2] = {V::int_zero(), V::int_zero()};  // of 16 numbers each
+            for (int half = 0; half < 2; half++)
                 for (int at = block + 16 * half; at < block + 16 * half + 16; at += LANES) {
                     const I whole = sound ? V::to_int(V::mul(V::load(values + at), inverse)) : V::int_zero();
                     V::store_bytes(out.rounded + at, whole);
-                    sum = V::int_add(sum, whole);
+                    sums[half] = V::int_add(sums[half], whole);
                 }
-                halves[half] = V::int_sum(sum);
-            }
-            const int32_t sum = halves[0] + halves[1];
             out.scales[block / BLOCK] = scale;
             if (how == BY_BLOCK) {
+                const int32_t sum = V::int_sum(V::int_add(sums[0], sums[1]));
                 out.weighted[block / BLOCK] = scale * float(sum);
+                out.lowered[block / BLOCK] = -128 * sum;
                 continue;
             }
+            const int32_t halves[2] = {V::int_sum(sums[0]), V::int_sum(sums[1])}, sum = halves[0] + halves[1];
             int8_t *digits = out.digits + start / 16 + (block - start) / BLOCK;
             digits[0] = int8_t(sum & 63);
             digits[8] = int8_t(sum >> 6);

@@ -55,6 +55,7 @@ struct Activations {
     const float *weighted;  // [rows, columns / 32]: scale times the sum of the block (by block only)
     const int8_t *digits;   // [rows, columns / 256, 16]: sums of eight blocks, low digits (of 64), then high (by super)
     const int32_t *starts;  // [rows, columns / 16, lanes]: where sums of 16 products less 32 begin (by super)
+    const int32_t *lowered;  // [rows, columns / 32]: -128 times the sum of the block (by block only)
     int64_t columns;        // of a row
 };
 
@@ -63,7 +64,7 @@ struct Rounded {
     int8_t *rounded;
     float *scales, *weighted;
     int8_t *digits;
-    int32_t *starts;
+    int32_t *starts, *lowered;
 };
 
 // The keys that a query attends to: a run of its sequence, then single tokens (its ancestors in a tree), in order.

@@ -82,6 +82,8 @@ struct V {
     }
 
     static B bytes(const uint8_t *at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)); }
+    static B eights(const uint8_t *at) { return bytes(at); }  // weights with a sign, see vec_avx512.h
+    static I start_eights(const int32_t *) { return start(); }
     // There are no shifts of bytes: pairs are shifted, and what came over from the neighbour is masked away.
     static B only(B x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(char(mask))); }
     static B low(B x) { return only(x, 0x0F); }

@@ -94,11 +94,6 @@ struct V {
         memcpy(&bits, row + 4 * g, 4);
         return _mm512_set1_epi32(bits);
     }
-    // The instructions take unsigned weights: signs go over to the activations.
-    template <int g> static B turned(B weights, Row row) {
-        const B inputs = four<g>(row);
-        return _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
-    }
 #ifdef __AVX512VNNI__
     static constexpr bool IN_PAIRS = false;
     // Written out, since compilers load what is multiplied by an instruction of its own.
@@ -110,11 +105,20 @@ struct V {
         return sum;
     }
     template <int g> static I dot_in_order(I sum, B weights, const Row &row) { return dot<g>(sum, weights, row); }
-    template <int g> static I dot_signed(I sum, B weights, Row row) {
-        return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), turned<g>(weights, row));
-    }
+    // The instruction takes unsigned weights: those with a sign are made 128 too large, and their sums begin that much
+    // lower. Both are exact.
+    static B eights(const uint8_t *at) { return _mm512_xor_si512(bytes(at), _mm512_set1_epi8(char(0x80))); }
+    static I start_eights(const int32_t *lowered) { return _mm512_set1_epi32(*lowered); }
+    template <int g> static I dot_signed(I sum, B weights, Row row) { return dot<g>(sum, weights, row); }
 #else
+    static B eights(const uint8_t *at) { return bytes(at); }
+    static I start_eights(const int32_t *) { return start(); }
     static constexpr bool IN_PAIRS = true;  // see vec_avx2.h
+    // The instruction takes unsigned weights: signs go over to the activations.
+    template <int g> static B turned(B weights, Row row) {
+        const B inputs = four<g>(row);
+        return _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
+    }
     template <int g, bool is_signed = false> static I pairs(B weights, Row row) {
         if constexpr (is_signed) return _mm512_maddubs_epi16(_mm512_abs_epi8(weights), turned<g>(weights, row));
         else return _mm512_maddubs_epi16(weights, four<g>(row));

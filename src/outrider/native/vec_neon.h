@@ -79,6 +79,8 @@ struct V {
     static F upper_half(const uint16_t *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
 
     static B bytes(const uint8_t *at) { return vld1q_u8(at); }
+    static B eights(const uint8_t *at) { return bytes(at); }  // weights with a sign, see vec_avx512.h
+    static I start_eights(const int32_t *) { return start(); }
     static B low(B x) { return vandq_u8(x, vdupq_n_u8(0x0F)); }
     static B high(B x) { return vshrq_n_u8(x, 4); }
     static B both(B a, B b) { return vorrq_u8(a, b); }

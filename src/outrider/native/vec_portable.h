@@ -134,6 +134,8 @@ struct V {
         memcpy(out.x, at, 16);
         return out;
     }
+    static B eights(const uint8_t *at) { return bytes(at); }  // weights with a sign, see vec_avx512.h
+    static I start_eights(const int32_t *) { return start(); }
     static B low(B a) { return each_byte([&](int i) { return a.x[i] & 0x0F; }); }
     static B high(B a) { return each_byte([&](int i) { return a.x[i] >> 4; }); }
     static B both(B a, B b) { return each_byte([&](int i) { return a.x[i] | b.x[i]; }); }
