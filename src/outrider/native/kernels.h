@@ -99,8 +99,10 @@ INLINE void dot_step(I *sums, const B *w, const V::Row *rows) {
 template <class Quants, int g, int end, int M, class Vec>
 INLINE void pair_steps(I *pairs, const B *w, const V::Row *rows) {
     if constexpr (g < end) {
-        UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int m = 0; m < M; m++) {
             pairs[m] = Vec::add_pairs(pairs[m], Vec::template pairs<g, Quants::SIGNED>(w[g], rows[m]));
+            if constexpr (M > 2) Vec::make_now(pairs[m]);
+        }
         pair_steps<Quants, g + 1, end, M, Vec>(pairs, w, rows);
     }
 }
@@ -136,7 +138,8 @@ INLINE void matmul_steps(I *sums, const B *w, const V::Row *rows) {
 
 // Vectors `g` to `end` - 1 of the weights times the same inputs of M rows. Without an instruction for whole dot products,
 // sums of two products have 16 bits; as many of those are added as surely fit before they are widened: eight of 4-bit
-// weights, so a block of 32 is widened once.
+// weights, so a block of 32 is widened once. Of several rows each sum is made at once: compilers put all additions behind
+// all products otherwise, and run out of registers.
 template <class Quants, int g, int end, int M, class Vec = V>
 INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
     if constexpr (g >= end) return;
@@ -148,7 +151,10 @@ INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
         I pairs[M];
         UNROLL for (int m = 0; m < M; m++) pairs[m] = Vec::template pairs<g, Quants::SIGNED>(w[g], rows[m]);
         pair_steps<Quants, g + 1, next, M, Vec>(pairs, w, rows);
-        UNROLL for (int m = 0; m < M; m++) sums[m] = Vec::widen(sums[m], pairs[m]);
+        UNROLL for (int m = 0; m < M; m++) {
+            sums[m] = Vec::widen(sums[m], pairs[m]);
+            if constexpr (M > 2) Vec::make_now(sums[m]);
+        }
         dot_steps<Quants, next, end, M, Vec>(sums, w, rows);
     } else {
         dot_step<Quants, g, M, Vec>(sums, w, rows);

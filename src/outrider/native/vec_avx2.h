@@ -117,6 +117,7 @@ struct V {
     }
     static I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
     static I widen(I sum, I pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+    static void make_now(I &sum) { __asm__("" : "+x"(sum)); }  // see kernels.h
     template <int g> static I dot(I sum, B weights, Row row) { return widen(sum, pairs<g>(weights, row)); }
 };
 
