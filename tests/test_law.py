@@ -32,9 +32,7 @@ GRID = grid()
 QUICK = (
     "plain",
     "model-k5-rejection",
-    "model-k5-coupled",
     "model-together-rejection",
-    "scripted-together-rejection",
     "no-rewind-model-rejection",
 )
 QUICK_TREES = ("model-tree8-rejection", "trees-tree-together-rejection")
@@ -170,8 +168,11 @@ class Tight(Policy):
 
 @pytest.mark.parametrize(
     ("num_pages", "preempt", "run_ahead"),
-    [(30, "recompute", False), (30, "swap", False), (200, "recompute", True)],
-    ids=["recompute", "swap", "run-ahead"],
+    [
+        pytest.param(30, "recompute", False, id="recompute"),
+        pytest.param(30, "swap", False, id="swap", marks=pytest.mark.slow),
+        pytest.param(200, "recompute", True, id="run-ahead", marks=pytest.mark.slow),
+    ],
 )
 def test_the_law_of_a_busy_engine(num_pages: int, preempt: Any, run_ahead: bool) -> None:
     """Pages run out all the time, or the draft works while the target judges: the law is that of plain decoding."""

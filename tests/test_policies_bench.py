@@ -56,6 +56,7 @@ def test_shortest_first_has_the_lowest_mean_latency(readings: dict[str, Reading]
     assert all(means["sjf"] < 0.9 * mean for name, mean in means.items() if name != "sjf"), means
 
 
+@pytest.mark.slow
 def test_earliest_deadline_misses_fewest(calls: Sequence[Call]) -> None:
     late = {
         name: reading_of(name, replay(calls, name, SETTING, patient=False), SETTING.load).num_late for name in POLICIES

@@ -122,7 +122,10 @@ def test_twenty_answers_are_those_of_transformers(engine: Engine, reference: Any
     assert len(ties) <= 1
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({"temperature": 0.0}, marks=pytest.mark.slow), {"temperature": 0.7, "top_p": 0.9, "seed": 3}],
+)
 def test_speculation_says_the_same(path: Path, engine: Engine, settings: dict[str, Any]) -> None:
     prompt = "one two three four five six seven one two three four five six seven one two three four five six seven one"
     wanted = engine.generate(prompt, max_tokens=24, **settings)
@@ -145,7 +148,10 @@ def test_a_seed_means_the_same_bits_in_strict_mode(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of one process")
-@pytest.mark.parametrize(("backend", "least", "most"), [("native", 0.1e9, 0.35e9), ("torch", 0.5e9, 1.3e9)])
+@pytest.mark.parametrize(
+    ("backend", "least", "most"),
+    [("native", 0.1e9, 0.35e9), pytest.param("torch", 0.5e9, 1.3e9, marks=pytest.mark.slow)],
+)
 def test_memory_while_generating(path: Path, backend: str, least: float, most: float) -> None:
     """At the peak, loading included."""
     if backend == "native" and why_not() is not None:
