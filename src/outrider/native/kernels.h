@@ -138,8 +138,8 @@ INLINE void matmul_steps(I *sums, const B *w, const V::Row *rows) {
 
 // Vectors `g` to `end` - 1 of the weights times the same inputs of M rows. Without an instruction for whole dot products,
 // sums of two products have 16 bits; as many of those are added as surely fit before they are widened: eight of 4-bit
-// weights, so a block of 32 is widened once. Of several rows each sum is made at once: compilers put all additions behind
-// all products otherwise, and run out of registers.
+// weights, so a block of 32 is widened once. Of three rows and more each sum is made at once: compilers put all additions
+// behind all products otherwise, and run out of registers. One or two have room, and lose a twentieth by it.
 template <class Quants, int g, int end, int M, class Vec = V>
 INLINE void dot_steps(I *sums, const B *w, const V::Row *rows) {
     if constexpr (g >= end) return;
