@@ -165,7 +165,7 @@ def test_choose(kernels: ModuleType, vocab: int) -> None:
     positions = np.arange(rows, dtype=np.int32) * 1000
     temperature, floor = torch.full((rows,), 0.7), torch.full((rows,), -torch.inf)
     temperature[:3], floor[6:9] = 0.0, -1.0
-    asked = np.column_stack([words, 4 * positions + int(Stream.TARGET)]).astype(np.int32)
+    asked = np.column_stack([words, 4 * positions + Stream.TARGET]).astype(np.int32)
     ours = choose(logits, torch.from_numpy(asked), torch.stack([temperature, floor], dim=1)).tokens.numpy()
     shaped = (logits - logits.max(-1, keepdim=True).values) / 0.7
     shaped = torch.where(shaped < floor[:, None], -torch.inf, shaped)

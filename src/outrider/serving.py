@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 PER_DECADE = 80  # buckets to a power of ten: each is 2.9 % wide, and no quantile is further off than that
@@ -350,6 +351,7 @@ class ServingMetrics:
         return {state: count for state, count in told.items() if count is not None} or None
 
 
+@lru_cache(maxsize=256)  # a pass asks with a few small numbers, again and again
 def _index(value: float) -> int:
     """The bucket of a value. A bucket holds (low, high]; powers of ten are the upper ends of theirs."""
     if value <= LEAST:

@@ -106,7 +106,7 @@ def reject(
     replace = refused & xp.any(rest > 0, axis=-1)  # a residual without mass falls back to p
     log_rest = xp.where(rest > 0, xp.log(xp.where(rest > 0, rest, xp.ones_like(rest))), -xp.inf)
     source = xp.where(replace[:, None], log_rest, x[row, ...])
-    stream = xp.astype(refused, xp.int32) * int(Stream.REPLACE)  # the others draw their bonus from TARGET, which is 0
+    stream = xp.astype(refused, xp.int32) * Stream.REPLACE  # the others draw their bonus from TARGET, which is 0
     return Ruling(accepted, noise.draw(source, words[:, row], positions[row], stream))
 
 

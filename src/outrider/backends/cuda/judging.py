@@ -23,7 +23,7 @@ JOB = tl.constexpr(2)
 # Of a verdict: the row where the job ended, the token that follows, whether a row on the way cannot be used, and for
 # the last kernels the refused draft (-1: none) and whether siblings before it were refused there.
 OUT = tl.constexpr(5)
-ACCEPT, REPLACE = tl.constexpr(int(Stream.ACCEPT)), tl.constexpr(int(Stream.REPLACE))
+ACCEPT, REPLACE = tl.constexpr(Stream.ACCEPT), tl.constexpr(Stream.REPLACE)
 
 
 @triton.jit
