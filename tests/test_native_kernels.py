@@ -111,3 +111,44 @@ def test_what_is_broken_is_seen(isa: str, kind: str, broken: float) -> None:
     x[1, 300] = broken
     got = Packed(kind, raw, 8, 512).multiply(x)
     assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all()
+
+
+def as_numbers(stored: Array, rows: int) -> Array:
+    values: Array = quants.dequantize(stored.reshape(rows, -1), GGMLQuantizationType.Q4_1)
+    return values
+
+
+def test_numbers_in_four_bits() -> None:
+    """Closer than the range of each block cut in 15 steps, and what has 16 levels comes back as it was."""
+    from outrider.native.binding import as_q4_1
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(40, 96)).astype(np.float32)
+    usual = quants.quantize(x, GGMLQuantizationType.Q4_1)
+    errors = [np.square(as_numbers(one, 40) - x).sum() for one in (as_q4_1(x), usual)]
+    assert errors[0] < 0.9 * errors[1] < 0.9 * 0.01 * np.square(x).sum()
+    levels = random.integers(0, 16, size=(9, 64)).astype(np.float32)
+    levels[:, ::32], levels[:, 1::32] = 0, 15
+    for scale, low in ((0.25, -2.0), (1.0, 0.0), (2.0**-20, 3 * 2.0**-20), (0.0, 5.5), (0.0, 0.0)):
+        assert np.array_equal(as_numbers(as_q4_1(low + scale * levels), 9), low + scale * levels)
+
+
+def test_columns_that_count_more_are_closer() -> None:
+    from outrider.native.binding import as_q4_1
+
+    random = np.random.default_rng(1)
+    x, counts = random.normal(size=(64, 64)).astype(np.float32), np.exp(2 * random.normal(size=64)).astype(np.float32)
+    errors = [np.square(as_numbers(as_q4_1(x, by), 64) - x).mean(axis=0) for by in (counts, None)]
+    assert (counts * errors[0]).sum() < 0.8 * (counts * errors[1]).sum()
+    assert errors[0].sum() > errors[1].sum()
+
+
+def test_threads_round_alike() -> None:
+    from outrider.native.binding import as_q4_1
+
+    x, found = np.random.default_rng(2).normal(size=(301, 64)).astype(np.float32), []
+    for threads in (1, 3):
+        library().outrider_set_threads(threads)
+        found.append(as_q4_1(x).tobytes())
+    library().outrider_set_threads(1)
+    assert found[0] == found[1]

@@ -10,6 +10,7 @@
 #include "forward.h"
 #include "pack.h"
 #include "pool.h"
+#include "quantise.h"
 #include "roll.h"
 #include "table.h"
 
@@ -43,7 +44,7 @@ extern const Kernels kernels_avx512;
 
 namespace {
 
-constexpr int ABI = 4;  // native/library.py names the same number
+constexpr int ABI = 5;  // native/library.py names the same number
 
 #ifdef OUTRIDER_HAS_NEON
 bool has_dot_product() {
@@ -182,6 +183,21 @@ API void outrider_take(const Matrix *from, const int32_t *rows, Matrix *to) {
 API void outrider_unpack(const Matrix *matrix, const int32_t *rows, int64_t count, float *out) {
     for (int64_t at = 0; at < count; at++)
         unpack_row(*matrix, rows[at], chosen()->lanes, out + at * matrix->columns);
+}
+
+// Rows of numbers, of whole blocks, as a file has them in Q4_1. weights: see quantise_block, one for each column.
+API void outrider_quantise(const float *rows, int64_t num_rows, int64_t columns, const float *weights, uint8_t *stored) {
+    const int64_t blocks = columns / Q4_1_BLOCK;
+    Pool &pool = Pool::get();
+    pool.run([&] {
+        pool.share(int(num_rows), [&](int row) {
+            for (int64_t block = 0; block < blocks; block++) {
+                const float *numbers = rows + row * columns + block * Q4_1_BLOCK;
+                const float *counts = weights ? weights + block * Q4_1_BLOCK : nullptr;
+                quantise_block(numbers, counts, stored + (row * blocks + block) * Q4_1_BYTES);
+            }
+        });
+    });
 }
 
 // 1: there is no memory for it.

@@ -149,6 +149,17 @@ class Packed:
         return out
 
 
+def as_q4_1(rows: Array, counts: Array | None = None) -> Array:
+    """Rows of numbers as a file has them in Q4_1. counts: how much an error in each column does, if not alike."""
+    num_rows, columns = rows.shape
+    assert columns % 32 == 0, f"{columns} columns are no whole blocks"
+    rows = np.ascontiguousarray(rows, dtype=np.float32)
+    counts = None if counts is None else np.ascontiguousarray(counts, dtype=np.float32)
+    stored = np.empty(num_rows * columns // 32 * 20, dtype=np.uint8)
+    _calls().outrider_quantise(address(rows), num_rows, columns, address_of(counts), address(stored))
+    return stored
+
+
 class Numbers:
     """Lists of integers for a pass, one after the other in one piece of memory: a dozen arrays would cost more."""
 
@@ -231,6 +242,7 @@ def _calls() -> Any:
         "unpack": [_pointer, _pointer, _long, _pointer],
         "multiply": [_pointer, _pointer, _long, _pointer],
         "take": [_pointer, _pointer, _pointer],
+        "quantise": [_pointer, _long, _long, _pointer, _pointer],
         "forward": [_pointer, _pointer],
         "roll": [_pointer, _pointer, _pointer],
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.errors import ConfigError, NativeMissingError
 from outrider.native.build import NAME, REASON
 
-ABI = 4  # of the C interface; api.cpp has the same number, and both change when a struct or a signature does
+ABI = 5  # of the C interface; api.cpp has the same number, and both change when a struct or a signature does
 FOLDER = Path(__file__).parent
 INSTALL = "install a C++ compiler, then outrider once more with pip"
 REBUILD = "build it again with python -m outrider.native.build"
