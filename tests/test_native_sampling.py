@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import BackendError, RequestError
+from outrider.native import sampling
 from outrider.native.library import why_not
 from outrider.native.sampling import NativeSampling
 from outrider.sampling.noise import Noise, Stream, seed_words
@@ -162,3 +164,13 @@ def test_faults_name_the_job_and_spare_its_neighbour(
 def test_the_law_holds(native: NativeSampling, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.backends.mock.SamplingOps", lambda xp, device: NativeSampling())
     assert measure(case, 1500) > 1e-4
+
+
+def test_chains_are_trees_without_branches() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        counts = [chance.randint(0, 6) for _ in range(chance.randint(1, 9))]
+        rows = [count + 1 - (count > 0 and chance.random() < 0.2) for count in counts]  # some without a bonus row
+        made = [sampling._chains(counts, rows), sampling._trees(Drafts(counts, None), rows)]
+        assert made[0].nodes.tolist() == made[1].nodes.tolist() and made[0].roots.tolist() == made[1].roots.tolist()
+        assert made[0].rows == made[1].rows and made[0].parents == made[1].parents

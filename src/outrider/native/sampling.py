@@ -309,6 +309,28 @@ def _limits(params: SamplingParams, is_shaped: bool) -> tuple[float, int, float,
 
 
 def _build_nodes(drafts: Drafts, rows: Sequence[int]) -> _Nodes:
+    return _trees(drafts, rows) if drafts.parents else _chains(drafts.counts, rows)
+
+
+def _chains(drafted: Sequence[int], rows: Sequence[int]) -> _Nodes:
+    """What `_trees` would make of chains, for 64 of them in a quarter of the time."""
+    counts, num_rows = np.array(drafted, dtype=np.int32), np.array(rows, dtype=np.int32)
+    sizes = counts + 1
+    roots = np.cumsum(sizes, dtype=np.int32) - sizes
+    job = np.repeat(np.arange(len(sizes)), sizes)
+    at = np.arange(len(job), dtype=np.int32)
+    depth = at - roots[job]
+    nodes = np.empty(len(job), dtype=_NODE)
+    nodes["row"] = np.where(depth < num_rows[job], (np.cumsum(num_rows) - num_rows)[job] + depth, -1)
+    nodes["child"] = np.where(depth < counts[job], at + 1, -1)
+    nodes["sibling"], nodes["rank"] = -1, 0
+    nodes["draft"] = at - job - 1  # every job up to here has a root that is no draft
+    nodes["depth"] = depth
+    parents = np.where(depth > 0, at - 1, -1).tolist()
+    return _Nodes(nodes, roots, (address(roots), address(nodes)), nodes["row"].tolist(), parents)
+
+
+def _trees(drafts: Drafts, rows: Sequence[int]) -> _Nodes:
     entries: list[list[int]] = []
     roots: list[int] = []
     parents: list[int] = []
