@@ -93,6 +93,8 @@ class HeadWeights:
 
     def _pack(self, name: str, values: Array, norm: Array | None) -> Packed:
         """norm: what the norm before it multiplies its inputs with."""
+        if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > HALF_MOST:
+            raise ModelFileError(f"{self._file.path}: {name} has values that are no numbers, or too large for a head")
         rows, columns = values.shape
         kind = _kind(name, columns)
         if kind == DRAFTS:
@@ -100,8 +102,7 @@ class HeadWeights:
         else:
             stored = as_q8_0(values) if kind == "Q8_0" else _halves(values)
         packed = Packed(kind, stored, rows, columns, self._arena)
-        if not packed.is_sound or not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > HALF_MOST:
-            raise ModelFileError(f"{self._file.path}: {name} has values that are no numbers, or too large for a head")
+        assert packed.is_sound, f"{name} has scales that are no numbers"
         self._held.append(packed)
         return packed
 
@@ -117,10 +118,9 @@ class HeadWeights:
 def as_q8_0(values: Array) -> Array:
     """Rows as GGUF stores them in Q8_0: a scale in half precision for 32 numbers, then those in eight bits."""
     blocks = values.reshape(-1, BLOCK)
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever packs them looks at the scales
-        scales = (np.abs(blocks).max(axis=1) / 127.0).astype(np.float16)
-        divisors = np.where(scales == 0, 1.0, scales.astype(np.float32))
-        numbers = np.rint(blocks / divisors[:, None]).clip(-127, 127).astype(np.int8)
+    scales = (np.abs(blocks).max(axis=1) / 127.0).astype(np.float16)
+    divisors = np.where(scales == 0, 1.0, scales.astype(np.float32))
+    numbers = np.rint(blocks / divisors[:, None]).clip(-127, 127).astype(np.int8)
     stored = np.empty((len(blocks), 2 + BLOCK), dtype=np.uint8)
     stored[:, :2] = scales.view(np.uint8).reshape(-1, 2)
     stored[:, 2:] = numbers.view(np.uint8)
@@ -128,8 +128,7 @@ def as_q8_0(values: Array) -> Array:
 
 
 def _halves(values: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(values, dtype=np.float16).view(np.uint8).reshape(-1)
+    return np.ascontiguousarray(values, dtype=np.float16).view(np.uint8).reshape(-1)
 
 
 def _kind(name: str, columns: int) -> str:

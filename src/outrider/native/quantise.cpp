@@ -41,7 +41,7 @@ float choose(const Block &numbers, const Block &weights, Line line, Block *level
     const float steps = line.scale == 0.0f ? 0.0f : 1.0f / line.scale;
     return sum([&](int p) {
         Floats exact = (numbers.part[p] - line.minimum) * steps + 0.5f;
-        exact = exact < 0.0f ? Floats{} : exact;
+        exact = exact > 0.0f ? exact : Floats{};  // what is no number becomes 0, too
         exact = exact > TOP + 0.5f ? Floats{} + (TOP + 0.5f) : exact;
         levels->part[p] = __builtin_convertvector(__builtin_convertvector(exact, Ints), Floats);
         const Floats miss = line.minimum + line.scale * levels->part[p] - numbers.part[p];
