@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from outrider.models.heads import open_head
 from outrider.models.opening import open_model
 from outrider.native.library import why_not
 from outrider.sampling.ops import SamplingOps
-from outrider.types import Ask, Asks, Batch, Drafts, Job, Request, Result, SamplingParams
+from outrider.types import Drafts, Request, Result, SamplingParams
 
 import tiny
 from test_heads import reference
@@ -331,36 +331,6 @@ def test_a_round_reads_what_was_kept_and_one_more(model: Any, any_path: Path, tm
     drafting = [one for one in rounds[1:] if one[0]]  # at its end an answer has no room for drafts
     assert len(drafting) > 5 and any(accepted for _, accepted in drafting)
     assert all(read == accepted + 1 for (_, accepted), (read, _) in pairwise(drafting))
-
-
-def test_hindsight_is_what_it_would_have_drafted(
-    model: Any, any_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_head(tmp_path, "eagle3", model)
-    watch = Watch(model, any_path, tmp_path, prefill_chunk=6)
-    told: list[tuple[list[int], list[tuple[int, int]]]] = []
-    hindsight = watch.drafter.hindsight
-
-    def recorded(jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        chains = hindsight(jobs)
-        told.extend((list(job.tokens), one) for job, one in zip(jobs, chains, strict=True))
-        return chains
-
-    def every_fifth_round(batch: Batch) -> list[Asks]:
-        asks = (Ask("eagle", 0),) if next(rounds) % 5 == 4 else ()
-        return [asks for _ in batch.decode]
-
-    rounds = count()
-    monkeypatch.setattr(watch.drafter, "hindsight", recorded)
-    monkeypatch.setattr(watch.engine.loop.controller, "choose", every_fifth_round)
-    results = watch.engine.generate(PROMPTS, max_tokens=24, temperature=0.0)
-    assert ids(results) == plain(any_path, PROMPTS, max_tokens=24, temperature=0.0)
-    following = torch.as_tensor(watch.head.table).argmax(-1).tolist()
-    for tokens, chains in told:
-        assert chains
-        behind = tokens[-len(chains) - 1 :]
-        assert chains == [(int(following[before] == token), 1) for before, token in pairwise(behind)]
-    assert {right for _, chains in told for right, _ in chains} == {0, 1} and len(told) > 6
 
 
 @pytest.mark.parametrize("sampling", [{"accept": "coupled"}, {"accept": "rejection"}])

@@ -391,8 +391,7 @@ class Job:
 
 
 class Ask(NamedTuple):
-    """What one drafter is asked for: at most `width` tokens, which may branch if `tree`. A width of 0 asks for
-    hindsight: what it would have drafted for the emitted tokens that it has not read."""
+    """What one drafter is asked for: at most `width` tokens, which may branch if `tree`."""
 
     drafter: str
     width: int
@@ -400,14 +399,6 @@ class Ask(NamedTuple):
 
 
 Asks = tuple[Ask, ...]  # of one job: drafters in turn, until one has something to propose
-
-
-class Hindsight(NamedTuple):
-    """The chains that a drafter would have drafted behind each of the last tokens of a job."""
-
-    job: Job
-    drafter: str
-    chains: list[tuple[int, int]]  # of each how many tokens are right, and how many it has
 
 
 class Ended(NamedTuple):
@@ -495,7 +486,7 @@ class Drafts:
     passes of the draft; `fallbacks` says where width was lost, and why; `faults` names the jobs (by index) that the
     draft failed. `matched`, of drafters that look text up: how many tokens before each proposal match the place found.
     `borrowed` names the jobs (by index) whose proposal holds text of another request: refused ones are hidden.
-    `hindsight` is what resting drafters reported when asked. `device` is what a draft on the target's own device adds.
+    `device` is what a draft on the target's own device adds.
     """
 
     counts: list[int]
@@ -508,7 +499,6 @@ class Drafts:
     faults: dict[int, OutriderError] = field(default_factory=dict)
     matched: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
-    hindsight: list[Hindsight] = field(default_factory=list)
     device: DeviceDrafts = field(default_factory=DeviceDrafts)
     _proposals: list[list[int]] | None = None
 

@@ -20,16 +20,14 @@ class DrafterInfo:
 
     `hidden_layers` are the target's hidden states that `observe` reads (see `ModelInfo.num_hidden`). `lookup` drafters
     find text instead of computing it: their proposals are one-hot, cost next to nothing, and carry `Drafts.matched`, by
-    which the controller cuts them. `run_ahead` drafters have `propose_ahead`, those with `hindsight` the method of that
-    name. `prior` is the share of chains that were kept up to each position in an earlier measurement, such as a head's
-    training.
+    which the controller cuts them. `run_ahead` drafters have `propose_ahead`. `prior` is the share of chains that were
+    kept up to each position in an earlier measurement, such as a head's training.
     """
 
     name: str
     hidden_layers: tuple[int, ...] = ()
     lookup: bool = False
     run_ahead: bool = False
-    hindsight: bool = False
     prior: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,11 +60,6 @@ class Drafter(ABC):
     def lag(self, job: Job) -> int:
         """Tokens it must still read before it can propose: nothing is proposed until then, and `observe` reads on."""
         return 0
-
-    def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        """Read all but the last token of each job. For each of the emitted tokens among them, and the last, the chain
-        that it would have drafted from there: (right, drafted). Only if `info.hindsight`."""
-        raise NotImplementedError(f"{self.name} knows no hindsight")
 
     def observe(self, batch: Batch, scores: Scores, verdicts: Verdicts) -> int:
         """After every step, prefill chunks and width 0 too: jobs hold their new tokens. Rewind, catch up, learn.

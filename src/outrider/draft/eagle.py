@@ -23,7 +23,6 @@ from outrider.backends.head_base import DeviceRoller, Entries, Head, Judged
 from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.eagle_seat import Given, Queue, Seat
 from outrider.draft.growth import DEPTH, LEVEL, Sprout
-from outrider.draft.hindsight import judge, num_judged
 from outrider.draft.kept_rows import Kept, kept_rows
 from outrider.draft.ranked import best_nodes, grow_heads
 from outrider.draft.rolling import fill
@@ -44,7 +43,7 @@ class EagleDrafter(Drafter):
     def __init__(self, head: Head, prior: Sequence[float] = ()) -> None:
         """prior: the share of its chains that was kept up to each position, where that was measured."""
         self.head = head
-        self.info = DrafterInfo(name="eagle", hidden_layers=tuple(head.hidden), prior=tuple(prior), hindsight=True)
+        self.info = DrafterInfo(name="eagle", hidden_layers=tuple(head.hidden), prior=tuple(prior))
         self.seats: dict[int, Seat] = {}
         self._roller = head.roller()
         self._told: set[int] = set()  # jobs whose gap was reported
@@ -88,21 +87,6 @@ class EagleDrafter(Drafter):
             if job.id in self.seats:
                 self.seats[job.id].guesses = None
         return drafts
-
-    def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        """Chains of one token. A longer chain would be judged too well: its later tokens would follow true tokens
-        instead of the head's own guesses."""
-        some = [job for job in jobs if self._room(job, 1, Drafts([], None))]
-        self._fuse_waiting(some)
-        some = [job for job in some if len(self.seats[job.id].pending) > 1]
-        counts = [num_judged(job, len(self.seats[job.id].pending) - 1) for job in some]
-        if not any(counts):
-            return [[] for _ in jobs]
-        outputs = self._read_pending(some, but=1)
-        rows = [one[len(one) - count :] for one, count in zip(outputs, counts, strict=True)]
-        told = judge(self.head.target.ops, some, counts, self.head.logits(self.head.join(rows)), longest=1)
-        chains = {job.id: one for job, one in zip(some, told, strict=True)}
-        return [chains.get(job.id, []) for job in jobs]
 
     def _roll(self, jobs: Sequence[Job], rooms: Sequence[int], drafts: Drafts) -> bool:
         """Chains of a head that guesses on by itself. False: somebody must look, and nothing was read."""
@@ -247,15 +231,6 @@ class EagleDrafter(Drafter):
 
     def _take_in(self, jobs: Sequence[Job]) -> int:
         """What waits is pending from here on, and all but the last of many is read. Returns the passes of that."""
-        self._fuse_waiting(jobs)
-        long = [job for job in jobs if len(self.seats[job.id].pending) > MOST_PENDING]
-        if long:
-            # The last one waits: its entry lies past the target's length, where pages may be taken away.
-            self._read_ahead(long)
-        return int(bool(long))
-
-    def _fuse_waiting(self, jobs: Sequence[Job]) -> None:
-        """What waits is pending from here on."""
         seats = [seat for job in jobs if (seat := self.seats[job.id]).waiting]
         if seats:
             parts = [self.head.pick(*given) for seat in seats for given in seat.waiting]
@@ -267,6 +242,11 @@ class EagleDrafter(Drafter):
                 seat.waiting, seat.num_waiting = [], 0
                 self.head.keep_edges(seat.slot, start, fresh)
                 self._report(seat)
+        long = [job for job in jobs if len(self.seats[job.id].pending) > MOST_PENDING]
+        if long:
+            # The last one waits: its entry lies past the target's length, where pages may be taken away.
+            self._read_ahead(long)
+        return int(bool(long))
 
     def _read_ahead(self, jobs: Sequence[Job]) -> None:
         """What is pending but for the last, whose output will be wanted."""
@@ -337,10 +317,10 @@ class EagleDrafter(Drafter):
         if not seat.gap and length > pages.length(seat.slot, self.head.number):
             pages.advance(seat.slot, self.head.number, length)
 
-    def _read_pending(self, jobs: Sequence[Job], *, but: int = 0) -> list[Array]:
-        """One pass over what is pending but for the last few. Returns the outputs, job by job. [n, width] each"""
+    def _read_pending(self, jobs: Sequence[Job]) -> list[Array]:
+        """One pass over what is pending. Returns the outputs, job by job. [n, width] each"""
         seats = [self.seats[job.id] for job in jobs]
-        counts = [len(seat.pending) - but for seat in seats]
+        counts = [len(seat.pending) for seat in seats]
         outputs = self.head.read(self._pending(jobs, seats, counts))
         for seat, count in zip(seats, counts, strict=True):
             self._has_read(seat, count)

@@ -25,14 +25,12 @@ def join(ops: SamplingOps, num_jobs: int, parts: Sequence[Part]) -> Drafts:
             if part.drafts is not whole:
                 whole.steps += part.drafts.steps
                 whole.fallbacks += part.drafts.fallbacks
-                whole.hindsight += part.drafts.hindsight
         return whole
     whole = Drafts([0] * num_jobs, ops.nothing, makers=[""] * num_jobs)
     owners: list[tuple[int, int]] = []  # (job, token) in the order of the parts
     for members, drafts in parts:
         whole.steps += drafts.steps
         whole.fallbacks += drafts.fallbacks
-        whole.hindsight += drafts.hindsight
         for place, (index, count) in enumerate(zip(members, drafts.counts, strict=True)):
             if place in drafts.faults:
                 whole.faults[index] = drafts.faults[place]

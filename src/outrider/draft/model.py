@@ -18,7 +18,6 @@ from typing import NamedTuple, cast
 from outrider.backends.base import Backend, Chains, Rolled, Rolling, Spans
 from outrider.draft.base import Drafter, DrafterInfo
 from outrider.draft.growth import Sprout, grow
-from outrider.draft.hindsight import judge, num_judged
 from outrider.draft.join import Part, join
 from outrider.draft.rolling import fill, roll
 from outrider.sampling.ops import Drawing
@@ -64,7 +63,7 @@ class ModelDrafter(Drafter):
     method = "model"
 
     def __init__(self, backend: Backend, *, chunk: int = 512, shares_slots: bool = False) -> None:
-        self.info = DrafterInfo(name=self.method, run_ahead=backend.info.max_rewind is None, hindsight=True)
+        self.info = DrafterInfo(name=self.method, run_ahead=backend.info.max_rewind is None)
         self.backend = backend
         self.chunk = chunk
         self.shares_slots = shares_slots
@@ -104,25 +103,6 @@ class ModelDrafter(Drafter):
                 return chains
         grow(self.backend.ops, jobs, rooms, branching, self._read, drafts)
         return drafts
-
-    def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        self._budget, judged = self.chunk, [list[tuple[int, int]]() for _ in jobs]
-        for job in jobs:
-            self._drop_ahead(job)
-        reading = [index for index, job in enumerate(jobs) if self._room(job, 1, Drafts([], None))]
-        some = [jobs[index] for index in reading]
-        seats = [self.seats[job.id] for job in some]
-        starts = [seat.length for seat in seats]
-        fed = [job.tokens[seat.length : -1] for job, seat in zip(some, seats, strict=True)]
-        rows = [num_judged(job, len(tokens)) for job, tokens in zip(some, fed, strict=True)]
-        if any(fed):
-            for seat, tokens in zip(seats, fed, strict=True):
-                seat.length += len(tokens)
-            logits = self.backend.score(self._spans(seats, starts, fed, rows)).logits
-            told = judge(self.backend.ops, some, rows, logits[:, : self.backend.info.vocab_size])
-            for index, one in zip(reading, told, strict=True):
-                judged[index] = one
-        return judged
 
     def _propose_chains(self, jobs: Sequence[Job], rooms: Sequence[int]) -> Drafts | None:
         """Chains of a model that goes on by itself: what it began behind the last verdict, and the others now. None

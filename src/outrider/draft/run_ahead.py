@@ -193,9 +193,6 @@ class RunAheadDrafter(Drafter):
             self._start(jobs, drafts)
         return drafts
 
-    def hindsight(self, jobs: Sequence[Job]) -> list[list[tuple[int, int]]]:
-        return self.inner.hindsight(jobs)
-
     def _take(self, job: Job, width: int, tree: bool) -> Ready | None:
         """The proposal that was drafted ahead for the job, if it still holds and is what is wanted."""
         ready = self._ready.pop(job.id, None)

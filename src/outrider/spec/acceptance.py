@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from math import exp, lgamma, sqrt
+from math import sqrt
 
 from outrider.draft.base import DrafterInfo
 
@@ -24,6 +24,8 @@ OWN_STRENGTH = 10.0  # verified tokens that the pool counts for, for one request
 OWN_STRENGTH_BATCH = 60.0  # the same in a batch: widths that differ by noise leave stragglers
 MATCHES = (2, 3, 4, 6, 8, 12, 16)  # lengths of lookup matches where a class begins; the first has all below
 FIRST_MATCH_GUESSES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
+
+Key = tuple[str, int]  # drafter, class of the match
 
 
 class Positions:
@@ -43,11 +45,6 @@ class Positions:
             kept[position] = kept[position] * decay + (position < accepted)
             verified[position] = verified[position] * decay + (position <= accepted)
 
-    def fade(self, share: float) -> None:
-        """Evidence counts for a share of what it did; means stay."""
-        self.kept = [share * kept for kept in self.kept]
-        self.verified = [share * verified for verified in self.verified]
-
     def mean(self, position: int, guess: float, strength: float) -> float:
         """The expected acceptance at a position."""
         return (self.kept[position] + guess * strength) / (self.verified[position] + strength)
@@ -62,114 +59,59 @@ class Acceptance:
 
     def __init__(self, drafters: Iterable[DrafterInfo]) -> None:
         self._priors = {info.name: _conditional(info.prior) for info in drafters}
-        self._pools: dict[tuple[str, int], Positions] = {}
-        self._own: dict[int, dict[tuple[str, int], Positions]] = {}  # by job id
+        self._pools: dict[Key, Positions] = {}
+        self._own: dict[int, dict[Key, Positions]] = {}  # by job id
 
     def reach(
-        self,
-        job_id: int,
-        drafter: str,
-        width: int,
-        *,
-        alone: bool,
-        matched: int | None = None,
-        doubt: float = 0.0,
-        least: float = LEAST_CHANCE,
+        self, job_id: int, drafter: str, width: int, *, alone: bool, matched: int | None = None, doubt: float = 0.0
     ) -> list[float]:
         """For each position the probability that a chain is kept up to and including it, as far as that is worth a row.
 
         alone: whether the request decodes alone. matched: of a lookup, the tokens that match before the proposal.
-        doubt: standard deviations by which acceptance may well be worse than expected.
+        doubt: standard deviations by which acceptance may be worse than expected; negative, by which it may be better.
         """
-        width = min(width, DEPTH)
         key = (drafter, _match_class(matched))
-        means = self._pool_means(drafter, key, width)
-        own, pool = self._own.get(job_id, {}).get(key), self._pools.get(key)
+        own, pool = self._own.get(job_id, {}).get(key), self._pools.get(key, _NOTHING)
         strength = OWN_STRENGTH if alone else OWN_STRENGTH_BATCH
         chances, reached, before = [], 1.0, None
-        for position, mean in enumerate(means):
+        for position, mean in enumerate(self._pool_means(drafter, key, pool, min(width, DEPTH))):
+            evidence = POOL_STRENGTH + pool.verified[position]
             if own is not None:  # later positions are like the pool's and like the request's earlier ones
                 guess = mean if before is None else 0.5 * (mean + before)
                 mean = before = own.mean(position, guess, strength)
+                evidence = own.verified[position] + min(strength, evidence)
             if doubt:
-                evidence = POOL_STRENGTH + (pool.verified[position] if pool is not None else 0.0)
-                if own is not None:
-                    evidence = own.verified[position] + min(strength, evidence)
                 mean = min(1.0, max(0.0, mean - doubt * sqrt(mean * (1.0 - mean) / evidence)))
-            reached *= mean
-            chances.append(reached)
-            if reached < least:
-                break
-        return chances
-
-    def add(
-        self,
-        job_id: int | None,
-        drafter: str,
-        chains: Sequence[tuple[int, int]],
-        matched: int | None = None,
-        *,
-        outdated: float = 0.0,
-        overlapping: bool = False,
-    ) -> None:
-        """Chains were judged, of which so many tokens were (accepted, drafted). job_id: None where the request's width
-        is fixed anyway. outdated: the chance that acceptance has changed since it was last seen. overlapping: they
-        begin at each token of a text."""
-        records = self._records(job_id, drafter, matched)
-        judged = [(min(accepted, DEPTH), min(drafted, DEPTH)) for accepted, drafted in chains]
-        if outdated and judged:
-            alone = judged if not overlapping else [(min(accepted, 1), 1) for accepted, _ in judged]
-            self._forget(records, outdated, self._likelihood(job_id, drafter, alone), alone)
-        for accepted, drafted in judged:
-            # of chains that overlap, each counts as old as the text that it does not share
-            share = 1.0 / (1 + accepted) if overlapping else 1.0
-            for record, decay in records:
-                record.add(accepted, drafted, decay**share)
-
-    def _likelihood(self, job_id: int | None, drafter: str, chains: Sequence[tuple[int, int]]) -> float:
-        """How likely these chains are, as far as acceptance is known."""
-        longest = max([drafted for _, drafted in chains])
-        chances = [1.0, *self.reach(-1 if job_id is None else job_id, drafter, longest, alone=False, least=0.0)]
-        likelihood = 1.0
-        for accepted, drafted in chains:
-            likelihood *= chances[accepted] - (chances[accepted + 1] if accepted < drafted else 0.0)
-        return max(0.0, likelihood)
-
-    def _forget(
-        self,
-        records: Sequence[tuple[Positions, float]],
-        outdated: float,
-        as_known: float,
-        chains: Sequence[tuple[int, int]],
-    ) -> None:
-        """Old evidence counts for less, the better the chains fit a change, after which any acceptance is as likely."""
-        right, wrong = sum([one for one, _ in chains]), sum([accepted < drafted for accepted, drafted in chains])
-        unknown = exp(lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2))
-        changed = outdated * unknown / (outdated * unknown + (1.0 - outdated) * as_known)
-        for record, _ in records:
-            record.fade(1.0 - changed)
-
-    def _records(self, job_id: int | None, drafter: str, matched: int | None) -> list[tuple[Positions, float]]:
-        key = (drafter, _match_class(matched))
-        records = [(self._pools.setdefault(key, Positions()), POOL_DECAY)]
-        if job_id is not None:
-            records.append((self._own.setdefault(job_id, {}).setdefault(key, Positions()), OWN_DECAY))
-        return records
-
-    def evidence(self, drafter: str) -> float:
-        """First tokens of chains that were judged, old ones counting for less."""
-        pool = self._pools.get((drafter, _match_class(None)))
-        return 0.0 if pool is None else pool.verified[0]
-
-    def prior_reach(self, drafter: str, width: int) -> list[float]:
-        """The reach of a drafter of which nothing was judged yet."""
-        chances, reached = list[float](), 1.0
-        for mean in self._prior_means(drafter, -1, min(width, DEPTH)):
             reached *= mean
             chances.append(reached)
             if reached < LEAST_CHANCE:
                 break
         return chances
+
+    def add(
+        self, job_id: int | None, drafter: str, chains: Sequence[tuple[int, int]], matched: int | None = None
+    ) -> None:
+        """Chains were verified, of which so many tokens were (accepted, drafted). job_id: None where the request's
+        width is fixed, which teaches the pool alone."""
+        key = (drafter, _match_class(matched))
+        records = [(self._pools.setdefault(key, Positions()), POOL_DECAY)]
+        if job_id is not None:
+            records.append((self._own.setdefault(job_id, {}).setdefault(key, Positions()), OWN_DECAY))
+        for accepted, drafted in chains:
+            for record, decay in records:
+                record.add(accepted, drafted, decay)
+
+    def fade(self, drafter: str, share: float) -> None:
+        """Nothing of the drafter was verified for a while, and texts change: what is known of it counts for less."""
+        for records in (self._pools, *self._own.values()):
+            for (name, _), one in records.items():
+                if name == drafter:
+                    one.kept = [share * kept for kept in one.kept]
+                    one.verified = [share * verified for verified in one.verified]
+
+    def evidence(self, drafter: str) -> float:
+        """First tokens of chains that were verified, old ones counting for less."""
+        return self._pools.get((drafter, _match_class(None)), _NOTHING).verified[0]
 
     def forget(self, job_id: int) -> None:
         self._own.pop(job_id, None)
@@ -177,12 +119,10 @@ class Acceptance:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._own
 
-    def _pool_means(self, drafter: str, key: tuple[str, int], width: int) -> list[float]:
+    def _pool_means(self, drafter: str, key: Key, pool: Positions, width: int) -> list[float]:
         """The pool's acceptance at each position: what was seen there, the drafter's prior, or the mean of all."""
-        pool, prior = self._pools.get(key), self._priors.get(drafter, ())
-        guess = FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
-        if pool is None:
-            return self._prior_means(drafter, key[1], width)
+        prior = self._priors.get(drafter, ())
+        guess = prior[-1] if prior else FIRST_GUESS if key[1] < 0 else FIRST_MATCH_GUESSES[key[1]]
         mean, means = pool.overall(guess), list[float]()
         for position in range(width):
             if position < len(prior):
@@ -192,11 +132,8 @@ class Acceptance:
             means.append(mean)
         return means
 
-    def _prior_means(self, drafter: str, match_class: int, width: int) -> list[float]:
-        """The acceptance at each position before anything was judged."""
-        prior = self._priors.get(drafter, ())
-        guess = FIRST_GUESS if match_class < 0 else FIRST_MATCH_GUESSES[match_class]
-        return [*prior[:width], *[prior[-1] if prior else guess] * (width - len(prior))]
+
+_NOTHING = Positions()  # nothing is ever added to it
 
 
 def _match_class(matched: int | None) -> int:

@@ -1,7 +1,8 @@
-"""Which widths give the most tokens per second. Two small functions, since a CPU and a GPU differ.
+"""Which widths give the most tokens per second.
 
-On a CPU every row costs something, so (request, position) pairs are added by their chance of being reached while
-expected tokens per second grow. On a GPU rows are nearly free and shapes are dear: one width for the whole batch.
+One width for all requests comes from a short list. On a GPU that is all: rows are nearly free there, shapes are dear.
+On a CPU every row costs something, so each request may draft just the positions that are worth their row. That must be
+clearly better, since widths that differ by noise leave stragglers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-WIDER = 1.01  # times as many tokens per second that a wider draft must bring: less is noise, and requests drift apart
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
+WIDER = 1.01  # times as many tokens per second that a wider draft must bring: less is noise
+OWN_WIDTHS = 1.05  # times better that widths of their own must be than equal ones
 
 
 class Candidate(NamedTuple):
@@ -29,18 +32,20 @@ class Setting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Widths by index of the job, and the tokens and seconds of a round with them."""
+    """Widths by place of the job, and the tokens and seconds of a round with them."""
 
     widths: Mapping[int, int]
     tokens: float
     seconds: float
 
-    def gain(self, other: Choice, token_s: float | None) -> float:
-        """How many times better than another choice it is."""
-        if token_s is None:
-            return self.tokens / self.seconds * other.seconds / other.tokens
-        ours, theirs = (one.tokens * token_s / one.seconds for one in (self, other))
-        return ours / theirs
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def value(self, token_s: float | None) -> float:
+        """What is to be largest: tokens per second, or where a token is worth so many seconds, what is gained."""
+        return self.rate if token_s is None else self.tokens * token_s - self.seconds
 
 
 def weigh(widths: Mapping[int, int], candidates: Sequence[Candidate], setting: Setting) -> Choice:
@@ -57,64 +62,42 @@ def weigh(widths: Mapping[int, int], candidates: Sequence[Candidate], setting: S
     return Choice(widths, tokens, setting.seconds(drafted, [steps[0] + whole, *steps[1:]] if steps else ()))
 
 
-def choose_pairs(candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
-    """Widths for each request on its own.
+def choose(
+    candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None, *, uniform: bool = False
+) -> Choice:
+    """The best widths; none where plain decoding is better.
 
-    token_s: what a token is worth in seconds. Without it, tokens per second are what grows. With it, tokens less the
+    token_s: what a token is worth in seconds. Without it, tokens per second are what counts. With it, tokens less the
     seconds they cost: beside a prefill everything would look cheap, so a token has the value of a steady round there.
     """
-    plain_s = setting.seconds(0, ())
-    pairs = sorted(
-        [
-            (-chance, position, candidate.place)
-            for candidate in candidates
-            for position, chance in enumerate(candidate.reach)
-        ]
-    )
-    tokens, steps, whole = setting.tokens, list[float](), dict[int, float]()
-    best, best_count, result = _objective(tokens, plain_s, token_s), 0, (tokens, plain_s)
-    for count, (chance, position, place) in enumerate(pairs, 1):
-        tokens -= chance
-        whole[place] = -chance
-        if position == len(steps):
-            steps.append(0)
-        steps[position] += 1
-        # Equal chances of several requests belong together: they are looked at once the last of them is in.
-        if count < len(pairs) and pairs[count][:2] == (chance, position):
-            continue
-        seconds = setting.seconds(count, [steps[0] + sum(whole.values()), *steps[1:]])
-        value = _objective(tokens, seconds, token_s)
-        if value > best:
-            best, best_count, result = value, count, (tokens, seconds)
-    widths: dict[int, int] = {}
-    for _, position, index in pairs[:best_count]:
-        widths[index] = max(widths.get(index, 0), position + 1)
-    return Choice(widths, *result)
+    plain = weigh({}, candidates, setting)
+    equal = _equal(candidates, setting, token_s, plain)
+    best = equal if equal.value(token_s) > plain.value(token_s) else plain
+    if uniform or len(candidates) == 1 or not equal.widths:
+        return best
+    row_s = (equal.seconds - plain.seconds) / sum(equal.widths.values())
+    least = row_s * best.rate if token_s is None else row_s / token_s  # a chance that is worth its row
+    widths = {one.place: sum([chance >= least for chance in one.reach]) for one in candidates}
+    own = weigh({place: width for place, width in widths.items() if width}, candidates, setting)
+    return own if own.value(token_s) > best.value(token_s) and own.rate > OWN_WIDTHS * best.rate else best
 
 
-def choose_uniform(
-    candidates: Sequence[Candidate], setting: Setting, widths: Sequence[int], token_s: float | None = None
-) -> Choice:
-    """One width of a few for all requests; each keeps to its own room within it. token_s: as for `choose_pairs`."""
-    seconds = setting.seconds(0, ())
-    best, chosen, result = _objective(setting.tokens, seconds, token_s), 0, (setting.tokens, seconds)
-    longest = max([len(candidate.reach) for candidate in candidates], default=0)
+def _equal(candidates: Sequence[Candidate], setting: Setting, token_s: float | None, plain: Choice) -> Choice:
+    """The best width above 0 for all requests; each keeps to its own room within it."""
+    longest = max([len(one.reach) for one in candidates], default=0)
     tokens, steps = setting.tokens, list[float]()
-    most = tokens + sum([sum(candidate.reach) for candidate in candidates])
-    for width in widths:
-        if width > longest or _objective(most, seconds, token_s) < best:
+    most = tokens + sum([sum(one.reach) for one in candidates])
+    best, best_value = plain, plain.value(token_s)
+    for width in WIDTHS:
+        if width > longest or (best.widths and Choice({}, most, best.seconds).value(token_s) < best_value):
             break  # nothing wider can be better: it takes no less, and brings no more than all
         for step in range(len(steps), width):
-            reached = [candidate.reach[step] for candidate in candidates if len(candidate.reach) > step]
+            reached = [one.reach[step] for one in candidates if len(one.reach) > step]
             tokens += sum(reached)
             steps.append(len(reached))
-        whole = sum([candidate.reach[:width][-1] for candidate in candidates if candidate.reach])
+        whole = sum([one.reach[:width][-1] for one in candidates if one.reach])
         seconds = setting.seconds(int(sum(steps)), [steps[0] + whole, *steps[1:]])
-        value = _objective(tokens, seconds, token_s)
-        if value > best * (WIDER if chosen and token_s is None else 1.0):
-            best, chosen, result = value, width, (tokens, seconds)
-    return Choice({one.place: min(chosen, len(one.reach)) for one in candidates if chosen and one.reach}, *result)
-
-
-def _objective(tokens: float, seconds: float, token_s: float | None) -> float:
-    return tokens / seconds if token_s is None else tokens * token_s - seconds
+        choice = Choice({one.place: min(width, len(one.reach)) for one in candidates if one.reach}, tokens, seconds)
+        if not best.widths or choice.value(token_s) > best_value * (WIDER if token_s is None else 1.0):
+            best, best_value = choice, choice.value(token_s)
+    return best

@@ -2,11 +2,8 @@
 
 `cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths, and
 `outlook.py` says what those bring over the rest of the answers. A decision stands for a few rounds. While it says
-plain, `explore.py` looks now and then whether that is still right; while it says draft, a plain round now and then
-confirms what plain decoding costs.
-
-Never slower is kept by an account: what drafting gains or loses against plain decoding is measured in every round.
-Looks are made only as far as it covers them, and drafting begins only if it repays what was lost.
+plain, a request is drafted for now and then, to see whether that is still right: as far as it may bring more than it
+costs, and as far as a credit of 2 % of the time covers it. That is what keeps `auto` from being slower than plain.
 
 Fixed widths are applied outside of the decision and never changed. Lookups (ngram, suffix) cost nothing to try: what
 they find is cut where the next row costs more than it is expected to gain (`trim`).
@@ -21,15 +18,17 @@ from typing import NamedTuple
 from outrider.draft.base import DrafterInfo
 from outrider.metrics import LOSING, Outcome, RoundTimes
 from outrider.spec.acceptance import Acceptance
-from outrider.spec.account import Account
 from outrider.spec.cost_model import CostModel
-from outrider.spec.explore import UNCHANGED, Explorer
 from outrider.spec.outlook import Outlook, to_catch_up
 from outrider.types import Ask, Asks, Batch, Drafts, Job
 
 HOLD = 8  # rounds that a decision stands, or as many as bring so many tokens to each request
 DOUBT = 0.75  # standard deviations by which acceptance may be worse than it looks, for drafting to begin
-PLAIN_EVERY = 64  # rounds after which plain decoding is measured again
+BETTER = 0.16  # the chance that acceptance is better than it looks by a standard deviation
+ALLOWED_LOSS = 0.02  # of the time: what probes may cost
+PROBE_SHARE = 0.01  # of the time since a draft was rejected: what a probe may cost that promises nothing
+MOST_CREDIT = 4.0  # plain rounds that the credit may come to
+UNCHANGED = 100.0  # rounds of plain decoding after which a third of the evidence is left: texts change
 PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
 
@@ -66,27 +65,23 @@ class WidthController:
         self._uniform = uniform
         self._trees = trees
         self._unread: dict[int, int] = {}  # job id -> tokens that its drafter has not read
-        self._reading_s: dict[str, float] = {}  # drafter -> seconds that it has been catching up for
         self._found: dict[int, Found] = {}  # job id -> the lookup of this round
-        # a device that runs ahead of the host would have to wait for hindsight
-        self._with_hindsight = frozenset(info.name for info in drafters if info.hindsight and not uniform)
-        self._hindsight_from: dict[int, str] = {}  # job id -> the drafter that is asked for hindsight in this round
         # The decision that stands
         self._key: tuple[object, ...] = ()
         self._left = 0  # rounds
         self._widths: dict[int, int] = {}  # job id -> width
         self._reason = ""
+        self._is_drafting = False  # because it pays, not as a probe
         self._token_s = 0.0  # what a token is worth: the seconds of a steady round over its tokens
+        self._plain_token_s = 0.0  # the same of plain decoding
         self._rival = 0.0  # tokens that the drafted requests gain a round, each
         self._fed = 1  # rows of the pass without free drafts
         self._context = 0
-        self._is_drafting = False  # because it pays, not as a probe
         self._widest = 0  # width of this round
         self._width_changed = False  # since the round before
-        self._plain_round = 0  # number of the last round without drafts
-        self._looked = 0  # the last round in which a drafter was judged
-        self.account = Account()
-        self._plain_token_s = 0.0  # seconds of a token of plain decoding
+        self._credit = 0.0  # seconds that probes may cost
+        self._rested_s = 0.0  # seconds since a draft was rejected: where a probe is kept, the next follows at once
+        self._faded = 0  # the round up to which evidence has faded
         self._pace = (0.0, 0.0)  # seconds and tokens of the last rounds, decayed
 
     # Choosing
@@ -117,26 +112,25 @@ class WidthController:
     def fixed(self, batch: Batch) -> list[Asks]:
         """Fixed widths alone, where the controller itself failed: every other request decodes plainly."""
         return [
-            tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
-            if room and job.width is not None
-            else ()
+            self._asks(job, room) if job.width is not None else ()
             for job, room in zip(batch.decode, batch.room, strict=True)
         ]
 
     def _asks(self, job: Job, room: int) -> Asks:
         if not room:
             return ()
+        tree = self._trees and bool(job.tree)
         if job.width is not None:
-            return tuple([Ask(name, room, self._trees and bool(job.tree)) for name in job.drafters])
-        tree, width = self._trees and bool(job.tree), self._widths.get(job.id, 0)
+            return tuple([Ask(name, room, tree) for name in job.drafters])
+        width = self._widths.get(job.id, 0)
         width = min(room, width * TREE_LEVEL if tree else width)
-        asked = self._hindsight_from.get(job.id)
-        asks = [
-            Ask(name, room if name in self._lookups else width, tree)
-            for name in job.drafters
-            if width or name in self._lookups
-        ]
-        return tuple(asks) if asked is None else (Ask(asked, 0), *asks)
+        return tuple(
+            [
+                Ask(name, room if name in self._lookups else width, tree)
+                for name in job.drafters
+                if width or name in self._lookups
+            ]
+        )
 
     def _computing(self, job: Job) -> str | None:
         """The job's first drafter that computes; lookups need no decision."""
@@ -147,74 +141,53 @@ class WidthController:
 
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
         was_drafting, self._is_drafting = self._is_drafting, False
-        self._widths, self._hindsight_from, self._rival = {}, {}, 0.0
+        self._widths, self._rival, self._reason = {}, 0.0, LOOKUP
         num_jobs = len(batch.decode)
         fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
-        outlook = Outlook(
-            batch,
-            free,
-            num_jobs + fixed,
-            self._context,
-            self.costs,
-            self.acceptance,
-            self._unread,
-            uniform=self._uniform,
-        )
+        rows, uniform = num_jobs + fixed, self._uniform
+        outlook = Outlook(batch, free, rows, self._context, self.costs, self.acceptance, self._unread, uniform=uniform)
         self._token_s = self._plain_token_s = outlook.plain_s / max(1, num_jobs)
-        self._reason = LOOKUP
         if not free:
             return
         candidates = outlook.candidates(doubt=0.0 if was_drafting else DOUBT)
-        growth = 0.0 if was_drafting else outlook.tokens_left / 2
-        setting = outlook.setting(outlook.rows, hopeful=was_drafting, growth=growth)
+        setting = outlook.setting(rows) if was_drafting else outlook.later()
         best = outlook.best(candidates, setting)
         ratio = best.tokens / best.seconds * setting.seconds(0, ()) / num_jobs
-        # to begin, it must repay twice what catching up takes, and what was lost before
-        needed_s = 0.0 if was_drafting else outlook.entry_s(best.widths) + self.account.debt
-        pays = bool(best.widths) and outlook.gain_s(best.widths, candidates) > needed_s
-        self._is_drafting = pays
-        self._reason = f"{PAYS if pays else LOSING}{_rounded(ratio)}x of plain"
-        if not pays:
-            self._look(batch, outlook)
+        # to begin, it must repay twice what catching up takes
+        needed_s = 0.0 if was_drafting else outlook.entry_s(best.widths)
+        self._is_drafting = bool(best.widths) and outlook.gain_s(best.widths, candidates) > needed_s
+        self._reason = f"{PAYS if self._is_drafting else LOSING}{_rounded(ratio)}x of plain"
+        if not self._is_drafting:
+            self._probe(batch, outlook)
             return
         self._token_s = best.seconds / best.tokens
         self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
-        is_plain_due = self.costs.num_rounds - self._plain_round >= PLAIN_EVERY
-        if is_plain_due and self.account.pay(outlook.plain_s * (1.0 - 1.0 / ratio)):
-            self._reason = MEASURE
-            return
         self._left = max(1, round(HOLD * num_jobs / best.tokens))
-        if self._fed != outlook.rows:  # a prefill shares the pass: a token keeps the value of a steady round
+        if self._fed != rows:  # a prefill shares the pass: a token keeps the value of a steady round
             best = outlook.best(candidates, outlook.setting(self._fed), self._token_s)
             self._left = 1
-        if not self.costs.has_seen(outlook.rows + sum(best.widths.values())):
-            self._left = 1  # look again at once
         self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
 
-    def _look(self, batch: Batch, outlook: Outlook) -> None:
-        """Find out whether drafting pays after all, if that is worth what it costs."""
-
-        def affordable(seconds: float) -> bool:
-            return self.account.covers(seconds, outlook.tokens_left * self._plain_token_s)
-
-        jobs, rested = batch.decode, self.costs.num_rounds - self._looked
-        judgeable = {
-            place: min(self._unread.get(jobs[place].id, len(jobs[place].tokens) - 1), len(jobs[place].output))
-            for place, name in outlook.free.items()
-            if self._has_hindsight(jobs[place], name)
-        }
-        found = Explorer(outlook, self._fed, self._token_s, rested, affordable).look(judgeable)
-        self._widths = {batch.decode[place].id: width for place, width in found.widths.items()}
-        self._hindsight_from = {batch.decode[place].id: outlook.free[place] for place in found.hindsight}
-        if self._widths or self._hindsight_from:
+    def _probe(self, batch: Batch, outlook: Outlook) -> None:
+        """Draft for a few requests in this round, if what that may bring is worth what it costs."""
+        rested, self._faded = self.costs.num_rounds - self._faded, self.costs.num_rounds
+        for name in set(outlook.free.values()):
+            self.acceptance.fade(name, exp(-rested / UNCHANGED))
+        if not outlook.may_pay():
+            return
+        hopeful = outlook.candidates(doubt=-1.0)
+        worth_s = BETTER * outlook.gain_s(outlook.best(hopeful, outlook.later()).widths, hopeful)
+        allowed_s = self._credit + ALLOWED_LOSS * outlook.tokens_left * self._token_s
+        due_s = PROBE_SHARE * self._rested_s
+        known = max([self.acceptance.evidence(name) for name in outlook.free.values()])
+        cost_s = judged = 0.0
+        for candidate in sorted(outlook.candidates(), key=lambda one: outlook.entry_s([one.place])):
+            width, one_s, one_judged = outlook.cheapest_probe(candidate, self._fed, self._token_s)
+            cost_s, judged = cost_s + one_s, judged + one_judged
+            if cost_s > min(allowed_s, max(due_s, worth_s * judged / (judged + known))):
+                break
+            self._widths[batch.decode[candidate.place].id] = width
             self._reason, self._left = PROBE, 1
-        elif found.wait is not None:
-            self._left = min(self._left, found.wait)
-
-    def _has_hindsight(self, job: Job, name: str) -> bool:
-        """Whether hindsight tells the job's acceptance: a draft is kept if it is the target's own token."""
-        is_certain = job.rule == "coupled" or job.params.temperature == 0.0
-        return name in self._with_hindsight and is_certain and job.grammar is None
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:
         """How many tokens of each lookup proposal to verify. The rest still teaches, once the target's are known."""
@@ -250,12 +223,8 @@ class WidthController:
         return gains.index(max(gains)) + 1 if max(gains, default=0.0) > rival else 0
 
     def repeats(self, batch: Batch) -> bool:
-        """Whether the next round will most likely have the widths of this one, so that a device may be given it.
-
-        A probe lasts one round. Plain decoding is measured for two: the first one cannot be prelaunched.
-        """
-        goes_on = self._left == HOLD - 1 if self._reason == MEASURE else self._reason != PROBE
-        return goes_on or all(job.width is not None for job in batch.decode)
+        """Whether the next round will most likely have the widths of this one, so that a device may be given it."""
+        return self._reason not in (PROBE, MEASURE) or all(job.width is not None for job in batch.decode)
 
     # Learning
 
@@ -264,15 +233,10 @@ class WidthController:
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
         self._learn_costs(batch, drafts, times, outcomes)
-        if self._reason == MEASURE and not self._skip_timing(times):
-            self._left = 0  # measured: decide again
         self._balance(batch, times, outcomes)
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
             self._pace = (PACE_DECAY * self._pace[0] + times.round_s, PACE_DECAY * self._pace[1] + emitted)
-        rested = max(0, self.costs.num_rounds - self._looked - 1)
-        outdated = 1.0 - exp(-rested / UNCHANGED)  # the chance that acceptance has changed since it was seen
-        looked = {told.job.id for told in drafts.hindsight if told.chains}
         fixed: dict[str, list[tuple[int, int]]] = {}  # drafter -> chains of fixed widths: they teach the pool alone
         for job, outcome in outcomes:
             if not job.drafters:
@@ -281,23 +245,17 @@ class WidthController:
             if found is not None:
                 self._learn_lookup(job, found)
             if outcome.drafted and outcome.maker not in self._lookups:
+                self._faded = self.costs.num_rounds
                 chain = (outcome.accepted, outcome.depth)
                 if job.width is not None:
                     fixed.setdefault(outcome.maker, []).append(chain)
                 else:
-                    self.acceptance.add(job.id, outcome.maker, [chain], outdated=outdated)
-                self._looked = self.costs.num_rounds
+                    self.acceptance.add(job.id, outcome.maker, [chain])
                 self._unread[job.id] = int(outcome.accepted == outcome.depth)  # it has not read its own last token
-            elif job.id in looked:
-                self._unread[job.id] = outcome.emitted + 1
             else:
                 self._unread[job.id] = self._unread.get(job.id, job.num_prompt - 1) + outcome.emitted
         for name, chains in fixed.items():
-            self.acceptance.add(None, name, chains, outdated=outdated)
-        for told in drafts.hindsight:
-            own = None if told.job.done else told.job.id  # nothing is kept of a job that is over
-            self.acceptance.add(own, told.drafter, told.chains, outdated=outdated, overlapping=True)
-            self._looked = self.costs.num_rounds
+            self.acceptance.add(None, name, chains)
         self._found.clear()
         return self._count(batch)
 
@@ -307,20 +265,18 @@ class WidthController:
         What rows cost is taken from the costs, this round included: its own time alone is mostly noise, and a machine
         that is busy for a moment would look like a loss by drafting.
         """
-        gained = 0.0
+        gained, num_jobs = ALLOWED_LOSS * times.round_s, len(batch.decode)
         drafted = sum([outcome.drafted for _, outcome in outcomes])
-        is_free = all(job.width is None for job, outcome in outcomes if outcome.drafted)
-        if self._hindsight_from and not drafted:
-            gained = -times.draft_s
-        if drafted and is_free and not times.skip:
-            rows, num_jobs = times.num_fed, len(batch.decode)
-            plain_s = self.costs.pass_s(rows - drafted, num_jobs, self._context)
-            pass_s = self.costs.pass_s(rows, num_jobs, self._context)
+        is_refused = any(outcome.refused for _, outcome in outcomes)
+        self._rested_s = 0.0 if is_refused else self._rested_s + times.round_s
+        if drafted and not times.skip and all(job.width is None for job, outcome in outcomes if outcome.drafted):
             kept = sum([outcome.accepted for _, outcome in outcomes])
             if self._reason == PROBE and num_jobs > 1:
                 kept = 0  # a few requests that end earlier do not make the batch faster
-            gained = kept * self._plain_token_s - times.draft_s - (pass_s - plain_s)
-        self.account.add(times.round_s, gained, self._plain_token_s * len(batch.decode))
+            rows, context = times.num_fed, self._context
+            rows_s = self.costs.pass_s(rows, num_jobs, context) - self.costs.pass_s(rows - drafted, num_jobs, context)
+            gained += kept * self._plain_token_s - times.draft_s - rows_s
+        self._credit = min(self._credit + gained, MOST_CREDIT * num_jobs * self._plain_token_s)
 
     def _learn_lookup(self, job: Job, found: Found) -> None:
         emitted = job.tokens[found.start :]
@@ -334,52 +290,29 @@ class WidthController:
     def _learn_costs(
         self, batch: Batch, drafts: Drafts, times: RoundTimes, outcomes: Sequence[tuple[Job, Outcome]]
     ) -> None:
-        if self._skip_timing(times):
+        # A kernel was compiled, or the device waited for the host because the width has changed: that says nothing of
+        # what the new width costs.
+        if times.skip or (times.missed_prelaunch and self._width_changed):
             return
-        if times.steady and not any(drafts.counts):
-            self._plain_round = self.costs.num_rounds
+        pass_s = times.pass_s
         if times.missed_prelaunch:  # the device did not measure drafting: assume its usual cost
             makers = {outcome.maker for _, outcome in outcomes if outcome.depth} - self._lookups
-            draft_s = sum([self.costs.draft_s(name, _requests_by_step(outcomes, name)) for name in makers])
-            if times.steady:
-                self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.round_s - draft_s)
-            return
+            pass_s = times.round_s - sum([self.costs.draft_s(n, _requests_by_step(outcomes, n)) for n in makers])
         if times.steady:
-            self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, times.pass_s)
-        else:
-            self.costs.extend(times.num_fed, times.pass_s)
-        for name, seconds in times.drafters.items():
-            if name in self._lookups:
-                continue
+            self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, pass_s)
+        elif not times.missed_prelaunch:
+            self.costs.extend(times.num_fed, pass_s)
+        for name, seconds in {} if times.missed_prelaunch else times.drafters.items():
             steps = _requests_by_step(outcomes, name)
-            looked = [told.job for told in drafts.hindsight if told.drafter == name and told.chains]
-            if looked:
-                self._learn_reading(name, looked, seconds, outcomes)
+            if name in self._lookups or not steps or drafts.parents:
                 continue
-            drafted = [job for job, outcome in outcomes if outcome.maker == name]
-            unread = sum([to_catch_up(job, self._unread) for job in (drafted or batch.decode) if name in job.wanted])
-            if unread and not steps:  # it reads on, and drafts when it is through
-                self._reading_s[name] = self._reading_s.get(name, 0.0) + seconds
-            elif unread:
-                spent_s = self._reading_s.pop(name, 0.0) + seconds
-                self.costs.observe_read(name, unread, steps[0], spent_s - self.costs.draft_s(name, steps))
-            elif steps and not drafts.parents:
-                steps[0] += sum([self._unread.get(job.id, 0) for job in batch.decode if name in job.wanted])
+            jobs = [job for job in batch.decode if name in job.wanted]
+            if not any(to_catch_up(job, self._unread) for job in jobs):
+                steps[0] += sum([self._unread.get(job.id, 0) for job in jobs])
                 self.costs.observe_draft(name, steps, seconds)
-
-    def _learn_reading(
-        self, name: str, jobs: Sequence[Job], seconds: float, outcomes: Sequence[tuple[Job, Outcome]]
-    ) -> None:
-        """It read all but the last token of these jobs, and drafted for none."""
-        emitted = {job.id: outcome.emitted for job, outcome in outcomes}
-        unread = [self._unread.get(job.id, len(job.tokens) - emitted.get(job.id, 0)) - 1 for job in jobs]
-        tokens = max(0, sum(unread) - len(jobs))  # the step has a row for each job
-        self.costs.observe_read(name, tokens, len(jobs), seconds - self.costs.draft_s(name, [len(jobs)]))
-
-    def _skip_timing(self, times: RoundTimes) -> bool:
-        """Whether the times of this round must not be learned: a kernel was compiled, or the device waited for the host
-        because the width has changed, which says nothing about the cost of the new width."""
-        return times.skip or (times.missed_prelaunch and self._width_changed)
+            elif self.costs.is_profile:
+                unread = sum([to_catch_up(job, self._unread) for job in jobs])
+                self.costs.profile_read(name, unread, seconds - self.costs.draft_s(name, steps))
 
     def _count(self, batch: Batch) -> dict[tuple[int, str], int]:
         """The decisions of this round, counted for each request and for all."""
@@ -393,14 +326,12 @@ class WidthController:
 
     def forget(self, job: Job) -> None:
         self.acceptance.forget(job.id)
-        self._unread.pop(job.id, None)
-        self._found.pop(job.id, None)
-        self._widths.pop(job.id, None)
-        self._hindsight_from.pop(job.id, None)
+        for held in (self._unread, self._found, self._widths):
+            held.pop(job.id, None)
 
     def holds(self, job: Job) -> bool:
         """Whether anything is remembered of the job."""
-        return job.id in self.acceptance or job.id in self._unread or job.id in self._found or job.id in self._widths
+        return job.id in self.acceptance or any(job.id in held for held in (self._unread, self._found, self._widths))
 
 
 def _requests_by_step(outcomes: Sequence[tuple[Job, Outcome]], drafter: str) -> list[int]:

@@ -12,29 +12,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, sqrt
+from math import inf
 
-FOLLOW = 0.1  # how far a moving average goes towards a new round
-# Variances: 0.01 is a tenth
-UNSURE_OF_ALL = 0.09  # of a profile as a whole,
-UNSURE_OF_ONE = 0.01  # and of one row count in it
-DRIFT_OF_ALL = 1e-4  # of the machine, in a round
-NOISE = 0.004  # of a round, at first: later it is what rounds differed by
-NOISE_FOLLOWS = 0.02
-LEAST_NOISE = 0.001
-STAY_PUT = 1.0 - 1.0 / 512  # of what a row count was found to differ by, is left after a round without it
-HOPE = 0.9  # of what a pass of more rows than any round had seems to take: it may take as little
+FOLLOW = 0.05  # how far a moving average goes towards a new round, at least: the first ones move it further
+NOISE = 0.004  # variance of a round, at first (0.01 is a tenth): later it is what rounds differed by
 LEAST_S = 1e-9  # a pass takes longer than this; a clock that stands still does not divide by zero
 SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
-LEAST_READ = 0.25  # of a draft step that reading must take, to learn from it
 DRIFT = 0.25  # how far off a profile may be as a whole
-SETTLED = 32  # rounds after which that is known: from then on the level is the machine's speed
+SETTLED = 32  # rounds after which that is known
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
 class Curve:
-    """Seconds by rows, linear between measured row counts."""
+    """Values by rows, linear between known row counts."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self.points = dict(points or {})
@@ -82,55 +73,42 @@ class Curve:
 
 
 class Ratios:
-    """How much longer passes take than the curve says, by rows: a Kalman filter that treats its parts as independent.
+    """How much longer passes take than the curve says, by rows: moving averages.
 
-    A level drifts as the machine becomes slower or faster, and each row count differs from it by something of its own;
-    between row counts that were seen that is linear, outside of them like the nearest. A round measures the level and
-    one row count, and what it says is shared out by how unsure each is. What is not measured any more returns to the
-    shape of the profile: else a row count that one slow round has made seem dear would never be tried again.
+    A level follows the machine, and each row count has a factor of its own. It is linear between row counts that
+    were seen, outside of them like the nearest. Each round moves the level, and its row count half as far.
     """
 
     def __init__(self) -> None:
-        self._now = 0
-        self.level, self._unsure = 1.0, UNSURE_OF_ALL
-        self._own: dict[int, tuple[float, float, int]] = {}  # rows -> difference, its variance, the round of both
+        self.level, self._num_rounds = 1.0, 0
+        self._own: dict[int, list[float]] = {}  # rows -> its factor, rounds that had so many
         self._rows: list[int] = []
 
     def __call__(self, rows: float) -> float:
-        return self.level * (1.0 + self._difference(rows))
+        return self.level * self._factor(rows)
 
-    def observe(self, rows: int, ratio: float, noise: float) -> None:
-        self._now += 1
-        unsure = self._unsure + DRIFT_OF_ALL
-        own = 1.0 + self._difference(rows)
-        own_unsure = UNSURE_OF_ONE
-        if rows in self._own:
-            _, before, seen = self._own[rows]
-            own_unsure += (before - UNSURE_OF_ONE) * STAY_PUT ** (2 * (self._now - seen))
-        else:
+    def observe(self, rows: int, ratio: float) -> None:
+        if rows not in self._own:
+            self._own[rows] = [self._factor(rows), 0.0]
             insort(self._rows, rows)
-        variance = unsure + own_unsure + noise
-        most = 3.0 * sqrt(variance)  # a round that was interrupted says nothing of the next
-        surprise = min(most, max(-most, ratio / (self.level * own) - 1.0)) / variance
-        self.level *= 1.0 + unsure * surprise
-        self._unsure = unsure * (1.0 - unsure / variance)
-        own *= 1.0 + own_unsure * surprise
-        self._own[rows] = own - 1.0, own_unsure * (1.0 - own_unsure / variance), self._now
+        own = self._own[rows]
+        own[1] += 1.0
+        self._num_rounds += 1
+        self.level *= 1.0 + max(FOLLOW, 1.0 / (1.0 + self._num_rounds)) * self._away(rows, ratio)
+        own[0] *= 1.0 + 0.5 * max(FOLLOW, 1.0 / (1.0 + own[1])) * self._away(rows, ratio)  # what the level left over
 
-    def _difference(self, rows: float) -> float:
-        known = self._rows
+    def _away(self, rows: int, ratio: float) -> float:
+        return min(0.5, max(-0.5, ratio / self(rows) - 1.0))
+
+    def _factor(self, rows: float) -> float:
+        known, own = self._rows, self._own
         right = bisect_left(known, rows)
         if right == len(known):
-            return self._at(known[-1]) if known else 0.0
+            return own[known[-1]][0] if known else 1.0
         if right == 0 or known[right] == rows:
-            return self._at(known[right])
+            return own[known[right]][0]
         low, high = known[right - 1], known[right]
-        share = (rows - low) / (high - low)
-        return (1.0 - share) * self._at(low) + share * self._at(high)
-
-    def _at(self, rows: int) -> float:
-        difference, _, seen = self._own[rows]
-        return difference * STAY_PUT ** (self._now - seen)
+        return own[low][0] + (own[high][0] - own[low][0]) * (rows - low) / (high - low)
 
 
 class Slope:
@@ -169,20 +147,16 @@ class CostModel:
     def __init__(self, points: Mapping[int, float] | None = None, steps: Mapping[str, float] | None = None) -> None:
         """points: seconds of a pass by rows. steps: seconds of one draft step of a single request, by drafter."""
         self.curve = Curve(points)
+        self.ratio = Ratios()
         self.steps = dict(steps or {})
         self.starts: dict[str, float] = {}  # seconds that a proposal takes beside its steps, by drafter
-        self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
-        self._level_when_timed: dict[str, float] = {}  # drafter -> the target's level when it was timed
-        self._settled_level = 1.0
-        self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
         self.reads: dict[str, float] = {}  # what reading takes, as a share of what as many rows add to a draft step
-        self.ratio = Ratios()
-        self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self.num_rounds = 0
-        self._seen: set[int] = set()  # row counts that rounds had
-        self.widest_seen = 0  # most rows that a round had
-        self.is_profile = False  # whether one round settles a point
+        self.is_profile = False  # whether rounds are those of the profile
         self.on_drift: Callable[[], None] | None = None  # called once, when rounds differ from the profile for good
+        self._drafted: dict[str, int] = {}  # drafter -> rounds in which it was timed
+        self._profiled: dict[str, dict[int, float]] = {}  # drafter -> steps of a chain -> seconds
+        self._rows_s: dict[float, float] = {}  # what was asked for since something changed: rows -> seconds
         self._noise = NOISE
         self._by_context = Slope()
         self._by_request = Slope()
@@ -191,10 +165,7 @@ class CostModel:
         """From here on rounds correct what was measured: the first ones much, later ones little."""
         self.is_profile = False
         self.num_rounds = 0
-        self._seen.clear()
-        self.widest_seen = 0
         self._rows_s.clear()
-        self.ratio = Ratios()
         self._by_context.reset_means()
         self._by_request.reset_means()
 
@@ -207,12 +178,9 @@ class CostModel:
         """Whether a pass of so many rows or fewer was measured: without one, more rows seem to cost nothing."""
         return rows >= self.curve.first
 
-    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0, *, hopeful: bool = False) -> float:
-        """hopeful: some more rows than any round had may cost less than the profile says. One round corrects that."""
-        widest = self.widest_seen
-        share = HOPE if hopeful and rows > widest else 1.0
-        extra = self._by_context.value * context + self._by_request.value * (requests - 1)
-        return share * self.rows_s(rows) + extra
+    def pass_s(self, rows: float, requests: int = 1, context: float = 0.0) -> float:
+        """A target pass."""
+        return self.rows_s(rows) + self._by_context.value * context + self._by_request.value * (requests - 1)
 
     def rows_s(self, rows: float) -> float:
         """What rows alone cost."""
@@ -223,42 +191,24 @@ class CostModel:
 
     def step_s(self, drafter: str, rows: float) -> float:
         """One draft step of so many rows. More rows cost a draft relatively as much as they cost the target."""
-        if rows == 0:
-            return 0.0
-        return self.steps.get(drafter, 0.0) * self._slowdown(drafter) * self._relative_cost(rows)
+        return self.steps.get(drafter, 0.0) * self.rows_s(rows) / self.rows_s(1) if rows else 0.0
 
-    def _relative_cost(self, rows: float) -> float:
-        """A target pass of so many rows, in units of a pass of one row."""
-        return self.rows_s(rows) / (self.ratio.level * self.curve(1))
-
-    def _slowdown(self, drafter: str) -> float:
-        """How many times slower the machine is than when the drafter was timed. The first rounds do not count: they
-        correct the target's profile, which is not the draft's."""
-        if self.num_rounds < SETTLED:
-            return 1.0
-        return self.ratio.level / self._level_when_timed.get(drafter, self._settled_level)
-
-    def draft_s(self, drafter: str, rows_by_step: Sequence[float], *, hopeful: bool = False) -> float:
-        """Chains: how many rows each step has. hopeful: a profile that no round has confirmed may be too high."""
+    def draft_s(self, drafter: str, rows_by_step: Sequence[float]) -> float:
+        """Chains: how many rows each step has."""
         if not rows_by_step:
             return 0.0
-        seconds = self.starts.get(drafter, 0.0) * self._slowdown(drafter)
-        before, step_s = 0.0, 0.0
+        seconds, before, step_s = self.starts.get(drafter, 0.0), 0.0, 0.0
         for rows in rows_by_step:
             if rows != before:  # most steps are like the one before
                 before, step_s = rows, self.step_s(drafter, rows)
             seconds += step_s
-        return (1.0 - DRIFT) * seconds if hopeful and drafter not in self._drafted else seconds
+        return seconds
 
     def read_s(self, drafter: str, tokens: int, requests: int) -> float:
         """What it takes to read so many tokens that the drafter has not seen, in the first draft step for requests."""
         if tokens == 0:
             return 0.0
         return self.reads.get(drafter, 1.0) * (self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests))
-
-    def has_seen(self, rows: int) -> bool:
-        """Whether a round had so many rows; a profile alone may be off."""
-        return rows in self._seen
 
     def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
         """A round took so long, beside its drafts."""
@@ -272,39 +222,42 @@ class CostModel:
         is_cut = not self.is_profile and seconds > OUTLIER * expected
         if is_cut:
             seconds = OUTLIER * expected
-        self._noise += NOISE_FOLLOWS * ((seconds / expected - 1.0) ** 2 - self._noise)
-        noise = max(self._noise, LEAST_NOISE)
+        self._noise += FOLLOW * ((seconds / expected - 1.0) ** 2 - self._noise)
         if not is_cut:  # a round that was cut does not tell what its context took
-            weight = 1.0 / (noise * seconds * seconds)
+            weight = 1.0 / (max(self._noise, NOISE / 4.0) * seconds * seconds)
             self._by_context.add(rows, context, seconds, weight)
             self._by_request.add(rows, requests, seconds - self._by_context.value * context, weight)
         own = max(seconds - slopes, 0.1 * seconds)
         if self.is_profile:
             self.curve.move(rows, own, 0.5)
             return
-        self.ratio.observe(rows, own / self.curve(rows), noise)
-        if self.num_rounds == SETTLED:
-            self._settled_level = self.ratio.level
-            self._level_when_timed.clear()
-        self._seen.add(rows)
-        self.widest_seen = max(rows, self.widest_seen)
+        self.ratio.observe(rows, own / self.curve(rows))
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
             self.on_drift()
             self.on_drift = None
+
+    def profile_pass(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows took so long, by itself. The quickest counts."""
+        self._rows_s.clear()
+        self.curve.move(rows, min(seconds, self.curve.points.get(rows, seconds)), 1.0)
+
+    def extend(self, rows: int, seconds: float) -> None:
+        """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
+        if self.is_known and rows > max(self.curve.points):
+            self._rows_s.clear()
+            self.curve.move(rows, seconds / self.ratio(rows), 1.0)
 
     def observe_draft(self, drafter: str, rows_by_step: Sequence[float], seconds: float) -> None:
         """Chains took so long to draft, with nothing to catch up on."""
         expected = self.draft_s(drafter, rows_by_step)
         if self.is_profile:
             self._profile_draft(drafter, len(rows_by_step), seconds)
-        elif drafter not in self.steps or expected <= 0.0:
-            self.steps[drafter] = seconds / sum([self._relative_cost(rows) for rows in rows_by_step])
-            self._level_when_timed[drafter] = self.ratio.level
+        elif expected <= 0.0:
+            self.steps[drafter] = seconds * self.rows_s(1) / sum([self.rows_s(rows) for rows in rows_by_step])
         else:
             self._drafted[drafter] = num_seen = self._drafted.get(drafter, 0) + 1
-            share = max(2.0 * FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
-            factor = self._slowdown(drafter) * (1.0 + share * (min(seconds / expected, OUTLIER) - 1.0))
-            self._level_when_timed[drafter] = self.ratio.level
+            share = max(FOLLOW, 1.0 / (1.0 + num_seen))  # the first rounds tell how far off the profile is
+            factor = 1.0 + share * (min(seconds / expected, OUTLIER) - 1.0)
             self.steps[drafter] *= factor
             self.starts[drafter] = self.starts.get(drafter, 0.0) * factor
 
@@ -318,24 +271,10 @@ class CostModel:
             further_s = (profiled[long] - profiled[short]) / (long - short)
             step_s = min(step_s, max(LEAST_STEP * step_s, further_s))
         self.steps[drafter] = step_s
-        self.starts[drafter] = profiled[short] - short * self.steps[drafter]
+        self.starts[drafter] = profiled[short] - short * step_s
 
-    def observe_read(self, drafter: str, tokens: int, requests: int, seconds: float) -> None:
-        """Catching up on so many tokens took so much longer than drafting alone."""
-        step_s = self.step_s(drafter, requests)
-        expected = self.step_s(drafter, tokens + requests) - step_s
-        if expected > LEAST_READ * step_s:  # less drowns in noise
-            before = self.reads.get(drafter, 1.0)
-            share = 1.0 if self.is_profile else 2.0 * FOLLOW
-            self.reads[drafter] = before + share * (max(0.0, seconds) / expected - before)
-
-    def profile_pass(self, rows: int, seconds: float) -> None:
-        """A pass of so many rows took so long, by itself. The quickest counts."""
-        self._rows_s.clear()
-        self.curve.move(rows, min(seconds, self.curve.points.get(rows, seconds)), 1.0)
-
-    def extend(self, rows: int, seconds: float) -> None:
-        """A prefill of more rows than any pass so far: a first guess of what a round of so many drafts costs."""
-        if self.is_known and rows > max(self.curve.points):
-            self._rows_s.clear()
-            self.curve.move(rows, seconds / self.ratio(rows), 1.0)
+    def profile_read(self, drafter: str, tokens: int, seconds: float) -> None:
+        """Reading so many tokens of one request took so much longer than drafting alone."""
+        expected = self.step_s(drafter, tokens + 1) - self.step_s(drafter, 1)
+        if expected > 0.0:
+            self.reads[drafter] = max(0.0, seconds) / expected

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from outrider.spec.acceptance import Acceptance
-from outrider.spec.choose import Candidate, Choice, Setting, choose_pairs, choose_uniform, weigh
+from outrider.spec.acceptance import DEPTH, Acceptance
+from outrider.spec.choose import Candidate, Choice, Setting, choose, weigh
 from outrider.spec.cost_model import CostModel
 from outrider.types import Batch, Job
 
-OWN_WIDTHS = 1.05  # times better that widths of their own must be than equal ones: less is noise of estimates
 STAY = 1.02  # times faster than plain decoding that drafting must be: less is lost as requests drift apart
 HORIZON = 1024  # tokens of an answer that are counted on, whatever its limit is
 FEW = 2  # unread tokens that are part of every proposal
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # that a device has one shape for
 
 
 class Outlook:
@@ -53,45 +51,49 @@ class Outlook:
             for at, name in self.free.items()
         ]
 
-    def prior_candidates(self) -> list[Candidate]:
-        """As if nothing had been judged yet."""
-        return [Candidate(at, self._acceptance.prior_reach(name, self._room[at])) for at, name in self.free.items()]
-
-    def evidence(self) -> float:
-        """Tokens that were judged of the drafter of which most is known."""
-        return max([self._acceptance.evidence(name) for name in self.free.values()], default=0.0)
-
-    def setting(self, rows: int, *, hopeful: bool = False, growth: float = 0.0) -> Setting:
-        """hopeful: what no round has confirmed costs as little as it may. growth: of the context, until then."""
+    def setting(self, rows: int, *, growth: float = 0.0) -> Setting:
+        """growth: of the context, until then."""
         costs, num_jobs, context, names = self.costs, len(self.jobs), self._context + growth, set(self.free.values())
 
         def seconds(drafted: int, rows_by_step: Sequence[float]) -> float:
-            draft_s = max([costs.draft_s(name, rows_by_step, hopeful=hopeful) for name in names], default=0.0)
-            return costs.pass_s(rows + drafted, num_jobs, context, hopeful=hopeful) + draft_s
+            draft_s = max([costs.draft_s(name, rows_by_step) for name in names], default=0.0)
+            return costs.pass_s(rows + drafted, num_jobs, context) + draft_s
 
         return Setting(num_jobs, seconds)
 
     def best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
-        """Equal widths, unless widths of their own are clearly better."""
-        uniform = choose_uniform(candidates, setting, WIDTHS, token_s)
-        if self._uniform or len(candidates) == 1:
-            return uniform
-        pairs = choose_pairs(candidates, setting, token_s)
-        return pairs if pairs.gain(uniform, token_s) > OWN_WIDTHS else uniform
+        return choose(candidates, setting, token_s, uniform=self._uniform)
 
-    def gain_s(self, widths: Mapping[int, int], candidates: Sequence[Candidate], *, hopeful: bool = False) -> float:
-        """Seconds that the rest of the answers, whose contexts grow meanwhile, gains by these widths, catching up
-        included."""
-        later = self.setting(self.rows, hopeful=hopeful, growth=self.tokens_left / 2)
+    def later(self) -> Setting:
+        """A steady round in the middle of what is left of the answers, whose contexts grow meanwhile."""
+        return self.setting(self.rows, growth=self.tokens_left / 2)
+
+    def gain_s(self, widths: Mapping[int, int], candidates: Sequence[Candidate]) -> float:
+        """Seconds that the rest of the answers gains by these widths, catching up included."""
+        later = self.later()
         drafting = weigh(widths, candidates, later)
         token_s = later.seconds(0, ()) / len(self.jobs) - STAY * drafting.seconds / drafting.tokens
         return self.tokens_left * token_s - self.entry_s(widths)
 
-    def most_gain_s(self, candidates: Sequence[Candidate]) -> float:
-        """What the best widths would gain, if acceptance were this and costs as low as they may be."""
-        later = self.setting(self.rows, hopeful=True, growth=self.tokens_left / 2)
-        widths = self.best(candidates, later).widths
-        return max(0.0, self.gain_s(widths, candidates, hopeful=True)) if widths else 0.0
+    def may_pay(self) -> bool:
+        """Whether drafting would pay if every draft were kept."""
+        certain = [Candidate(at, [1.0] * min(self._room[at], DEPTH)) for at in self.free]
+        return self.gain_s(self.best(certain, self.later()).widths, certain) > 0.0
+
+    def cheapest_probe(self, candidate: Candidate, fed: int, token_s: float) -> tuple[int, float, float]:
+        """The width at which a draft for one request costs least for each token that it judges, what it costs beside a
+        pass of `fed` rows, and how many tokens it is expected to judge."""
+        setting, num_jobs, entry_s = self.setting(fed), len(self.jobs), self.entry_s([candidate.place])
+        now_s, probes = setting.seconds(0, ()), list[tuple[float, int, float, float]]()
+        judged = kept = 0.0
+        for width, chance in enumerate(candidate.reach, 1):
+            judged += candidate.reach[width - 2] if width > 1 else 1.0
+            kept += chance if num_jobs == 1 else 0.0  # one request that ends earlier does not make a batch faster
+            # the cost of a single row drowns in noise, so it is at least its share of a row for every request
+            rows_s = max([(setting.seconds(width * jobs, ()) - now_s) / jobs for jobs in (1, num_jobs)])
+            cost_s = max(0.0, rows_s + setting.seconds(0, (1,) * width) - now_s - kept * token_s) + entry_s
+            probes.append((cost_s / judged, width, cost_s, judged))
+        return min(probes)[1:]
 
     def entry_s(self, places: Collection[int]) -> float:
         """Seconds until the drafters of these jobs have caught up."""

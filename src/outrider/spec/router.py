@@ -14,7 +14,7 @@ from outrider.clock import Clock
 from outrider.draft.base import Drafter
 from outrider.draft.join import Part, join
 from outrider.errors import ConfigError, DraftError, wrap_errors
-from outrider.types import Ask, Asks, Batch, Drafts, Grammar, Hindsight, Job, Scores, Verdicts
+from outrider.types import Ask, Asks, Batch, Drafts, Grammar, Job, Scores, Verdicts
 
 log = logging.getLogger("outrider")
 
@@ -108,14 +108,7 @@ class Router:
         started = self._clock.now()
         try:
             with self._wraps[name]:
-                resting = [job for job, width in zip(jobs, widths, strict=True) if width == 0]
-                hindsight = _checked_hindsight(name, resting, drafter.hindsight(resting)) if resting else []
-                if len(resting) == len(jobs):
-                    drafts = Drafts([0] * len(jobs), target.ops.nothing, hindsight=hindsight)
-                    self._charge(name, started)
-                    return drafts
                 drafts = drafter.propose(jobs, widths, trees)
-                drafts.hindsight += hindsight
                 _check_shapes(name, target.info, widths, trees, drafts)
                 if drafter.info.lookup and drafts.matched and drafts.probs is None:  # sampled tokens must be verified
                     _cut(target, drafts, trim(name, jobs, drafts))
@@ -170,23 +163,6 @@ class Router:
 
     def _charge(self, name: str, started: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.now() - started
-
-
-def _checked_hindsight(name: str, jobs: Sequence[Job], chains: Sequence[Sequence[tuple[int, int]]]) -> list[Hindsight]:
-    """The chains that a drafter reports in hindsight. A DraftError says what is wrong with them."""
-    fits = isinstance(chains, list) and len(chains) == len(jobs)
-    if not fits or not all(isinstance(one, list) and all(map(_is_chain, one)) for one in chains):
-        raise DraftError(
-            f"the {name} draft's hindsight of {len(jobs)} jobs is {chains!r}; return (right, drafted) pairs for each"
-        )
-    return [Hindsight(job, name, list(one)) for job, one in zip(jobs, chains, strict=True)]
-
-
-def _is_chain(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        return False
-    right, drafted = pair
-    return isinstance(right, int) and isinstance(drafted, int) and 0 <= right <= drafted
 
 
 def _cut(target: Backend, drafts: Drafts, counts: Sequence[int]) -> None:
