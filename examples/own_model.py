@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider import Engine
 from outrider.backends.base import Backend, ModelInfo, Spans
-from outrider.sampling.ops import SamplingOps
+from outrider.native.sampling import cpu_sampling
 from outrider.types import Scores, Slot
 
 
@@ -23,7 +23,7 @@ class Bigram(Backend):
         self.table = table.astype(np.float32)
         size = len(table)
         self.info = ModelInfo(name="bigram", vocab_size=size, num_columns=size, context=1000)
-        self.ops = SamplingOps(np)  # sampling in the array library the model computes with
+        self.ops = cpu_sampling()  # for rows in numpy arrays; SamplingOps(xp) takes any other array library
         self.slots: dict[Slot, list[int]] = {}
         self.opened = 0
 

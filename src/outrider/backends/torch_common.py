@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from outrider.backends.memory import free_host_memory
+from outrider.native.sampling import cpu_sampling
 from outrider.sampling.ops import SamplingOps
 from outrider.types import Array
 
 
 def sampling_for(device: torch.device) -> SamplingOps:
-    """On the CPU sampling is numpy's: its small operations cost a quarter of torch's, and sharing memory is free."""
+    """On the CPU rows are numpy's: sharing memory is free, and native code samples from them."""
     if device.type == "cpu":
-        return SamplingOps(np)
+        return cpu_sampling()
     if find_spec("triton") is not None:
         from outrider.backends.cuda.sampling import DeviceSampling
 

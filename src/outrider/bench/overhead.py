@@ -2,8 +2,8 @@
 
 The mock's own time (hashing contexts, gathering rows) is measured and taken off; wall time is reported beside it. The
 engine is driven without its thread; what that adds to each event of a stream is a line of its own. Each kind is run
-twice: with sampling by array functions, as models in numpy or torch have it, and by native code, as quantised models
-on a CPU have it.
+twice: with sampling by native code, as models on a CPU have it, and by array functions, as they have it where the
+native library could not be built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.backends.mock import MockBackend
 from outrider.config import MockConfig
 from outrider.engine.engine import Engine
 from outrider.native.library import why_not
-from outrider.native.sampling import NativeSampling
+from outrider.native.sampling import cpu_sampling
 from outrider.sampling.noise import Noise, seed_words
 from outrider.types import Request, SamplingParams, Scores
 
@@ -50,10 +50,10 @@ class _TimedMock(MockBackend):
 
     busy_s = 0.0
 
-    def __init__(self, config: MockConfig, *, native: bool = False) -> None:
+    def __init__(self, config: MockConfig, *, arrays: bool = False) -> None:
         super().__init__(config)
-        if native:
-            self.ops = NativeSampling()
+        if not arrays:
+            self.ops = cpu_sampling()
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         started = time.perf_counter()
@@ -63,13 +63,13 @@ class _TimedMock(MockBackend):
 
 
 def engine_time(
-    rule: str, *, width: int, batch: int, vocab_size: int, num_tokens: int, repeats: int, native: bool = False
+    rule: str, *, width: int, batch: int, vocab_size: int, num_tokens: int, repeats: int, arrays: bool = False
 ) -> Reading:
-    """Engine time per emitted token: everything but the models' passes. native: sampling by native code."""
+    """Engine time per emitted token: everything but the models' passes. arrays: sampling by array functions."""
     contexts = 4099 if vocab_size < 1000 else 61
     config = MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts)
-    target = _TimedMock(config, native=native)
-    draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3), native=native)
+    target = _TimedMock(config, arrays=arrays)
+    draft = _TimedMock(MockConfig(vocab_size=vocab_size, seed=7, num_contexts=contexts, drift=0.3), arrays=arrays)
     engine = Engine.load(target, draft=draft, width=width, max_batch=batch, threaded=False)
     engine_us, wall_us = [], []
     for repeat in range(repeats + 1):
@@ -85,7 +85,7 @@ def engine_time(
             wall_us.append(wall * 1e6 / (batch * num_tokens))
             engine_us.append((wall - target.busy_s - draft.busy_s) * 1e6 / (batch * num_tokens))
     name = f"{rule} {'plain' if width == 0 else f'k={width}'}, batch {batch}, vocabulary {vocab_size:,}"
-    name += ", native sampling" if native else ""
+    name += ", array functions" if arrays else ""
     per_round = engine.statistics.tokens_per_round
     return Reading(name, median(engine_us), min(engine_us), max(engine_us), median(wall_us), per_round)
 
@@ -132,7 +132,7 @@ def readings(*, quick: bool = False) -> Iterator[Reading]:
     for vocab_size in (32, 50_000):
         for batch in (1, 64):
             num_tokens = {(32, 1): 400, (32, 64): 60, (50_000, 1): 24, (50_000, 64): 4}[vocab_size, batch]
-            for native in (False, True) if why_not() is None else (False,):
+            for arrays in (False, True) if why_not() is None else (True,):
                 for rule, width in product(RULES, (0, 4)):
                     yield engine_time(
                         rule,
@@ -141,7 +141,7 @@ def readings(*, quick: bool = False) -> Iterator[Reading]:
                         vocab_size=vocab_size,
                         num_tokens=max(2, num_tokens // 4) if quick else num_tokens,
                         repeats=repeats,
-                        native=native,
+                        arrays=arrays,
                     )
     yield thread_time(num_tokens=400 if quick else 2000, repeats=repeats)
 

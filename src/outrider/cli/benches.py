@@ -24,7 +24,7 @@ def show_engine(quick: bool, as_json: bool) -> None:
     from outrider.native.library import why_not
 
     if (reason := why_not()) is not None:
-        typer.echo(f"lines with native sampling are left out: {reason}", err=True)
+        typer.echo(f"sampling is by array functions alone: {reason}", err=True)
     if not as_json:
         typer.echo(f"{'us per emitted token':<60}{'engine':>9}{'range':>20}{'wall':>9}{'tokens/round':>14}")
     for reading in readings(quick=quick):

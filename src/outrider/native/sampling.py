@@ -16,7 +16,7 @@ import numpy as np
 
 from outrider.errors import OutriderError
 from outrider.native.binding import address
-from outrider.native.library import library
+from outrider.native.library import library, why_not
 from outrider.sampling.noise import Noise, Stream
 from outrider.sampling.ops import Drawn, SamplingOps, remember
 from outrider.sampling.warp import Controls, History, Shaped, adjust, changes_logits, diagnose, shape
@@ -243,6 +243,11 @@ class NativeSampling(SamplingOps):
         trees = tuple((index, tuple(parents)) for index, parents in drafts.parents.items())
         key = (tuple(drafts.counts), tuple(rows), trees)
         return remember(self._nodes, key, lambda: _build_nodes(drafts, rows))
+
+
+def cpu_sampling() -> SamplingOps:
+    """Sampling for rows in numpy arrays: native code where the library was built, array functions elsewhere."""
+    return NativeSampling() if why_not() is None else SamplingOps(np)
 
 
 def declare(native: ctypes.CDLL) -> ctypes.CDLL:

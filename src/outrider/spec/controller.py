@@ -3,7 +3,7 @@
 `cost_model.py` knows what rounds cost, `acceptance.py` what drafts bring, `choose.py` finds the best widths, and
 `outlook.py` says what those bring over the rest of the answers. A decision stands for a few rounds. While it says
 plain, a request is drafted for now and then, to see whether that is still right: as far as it may bring more than it
-costs, and as far as a credit of 2 % of the time covers it. That is what keeps `auto` from being slower than plain.
+costs, and as far as a credit of 1.5 % of the time covers it. That is what keeps `auto` from being slower than plain.
 
 Fixed widths are applied outside of the decision and never changed. Lookups (ngram, suffix) cost nothing to try: what
 they find is cut where the next row costs more than it is expected to gain (`trim`).
@@ -25,7 +25,7 @@ from outrider.types import Ask, Asks, Batch, Drafts, Job
 HOLD = 8  # rounds that a decision stands, or as many as bring so many tokens to each request
 DOUBT = 0.75  # standard deviations by which acceptance may be worse than it looks, for drafting to begin
 BETTER = 0.16  # the chance that acceptance is better than it looks by a standard deviation
-ALLOWED_LOSS = 0.02  # of the time: what probes may cost
+ALLOWED_LOSS = 0.015  # of the time: what probes may cost
 PROBE_SHARE = 0.01  # of the time since a draft was rejected: what a probe may cost that promises nothing
 MOST_CREDIT = 4.0  # plain rounds that the credit may come to
 UNCHANGED = 100.0  # rounds of plain decoding after which a third of the evidence is left: texts change
@@ -153,8 +153,8 @@ class WidthController:
         setting = outlook.setting(rows) if was_drafting else outlook.later()
         best = outlook.best(candidates, setting)
         ratio = best.tokens / best.seconds * setting.seconds(0, ()) / num_jobs
-        # to begin, it must repay twice what catching up takes
-        needed_s = 0.0 if was_drafting else outlook.entry_s(best.widths)
+        # to begin, it must repay twice what catching up takes, and what was lost before
+        needed_s = 0.0 if was_drafting else outlook.entry_s(best.widths) - min(0.0, self._credit)
         self._is_drafting = bool(best.widths) and outlook.gain_s(best.widths, candidates) > needed_s
         self._reason = f"{PAYS if self._is_drafting else LOSING}{_rounded(ratio)}x of plain"
         if not self._is_drafting:
