@@ -207,7 +207,9 @@ def test_guesses_behind_verdicts_that_keep_some(
 
 
 @pytest.mark.usefixtures("by_twins")
-@pytest.mark.parametrize("layout", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "eagle3_deep"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("eagle", "eagle3")), "eagle3_deep"]
+)
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 2, "accept": "rejection", "min_p": 0.01}]
 )

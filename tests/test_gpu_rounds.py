@@ -187,7 +187,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("by_twins")
 @pytest.mark.parametrize("method", ["model", "layerskip"])
-@pytest.mark.parametrize("settings", [*RULES[:2], pytest.param(RULES[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])])
 def test_a_draft_that_goes_on_by_itself_changes_no_text(
     model: RandomFile, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,7 +452,7 @@ def test_the_bench_of_rounds_runs(model: RandomFile, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("by_twins")
-@pytest.mark.parametrize("run_ahead", [False, True, "always"])
+@pytest.mark.parametrize("run_ahead", [False, pytest.param(True, marks=pytest.mark.slow), "always"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_widths_that_change_all_the_time(
     model: RandomFile, monkeypatch: pytest.MonkeyPatch, seed: int, run_ahead: Any

@@ -308,7 +308,7 @@ HEADS = ("medusa_second", "vllm_reduced", "eagle", "eagle_biased", *EAGLE3)
 
 @pytest.mark.parametrize("layout", HEADS)
 def test_heads_sit_on_native_models(layout: str, tmp_path: Path) -> None:
-    """As many right guesses as on torch, and the answers of plain decoding."""
+    """Nearly as many right guesses as on torch (weights have four bits), and the answers of plain decoding."""
     model = tiny("llama", num_hidden_layers=7)
     path = save_gguf(model, tmp_path / "target.gguf")
     save_head(tmp_path / "head", layout, model)
@@ -321,9 +321,12 @@ def test_heads_sit_on_native_models(layout: str, tmp_path: Path) -> None:
         asked = {"max_tokens": 12, "ignore_eos": True, **sampling}
         results, others = engine.generate(PROMPTS, **asked, **shape), theirs.generate(PROMPTS, **asked, **shape)
         assert ids(results) == [plain.generate(prompt, **asked).token_ids for prompt in PROMPTS]
-        for ours, other in zip(results, others, strict=True):
-            assert ours.statistics.drafted == other.statistics.drafted > 0
-            assert ours.statistics.accepted == other.statistics.accepted
+        drafted, accepted = (
+            [sum(getattr(one.statistics, name) for one in answers) for answers in (results, others)]
+            for name in ("drafted", "accepted")
+        )
+        assert drafted[0] == pytest.approx(drafted[1], rel=0.1) and drafted[1] > 0
+        assert accepted[0] == pytest.approx(accepted[1], abs=2)
 
 
 def test_heads_read_quantised_matrices(folder: Path) -> None:

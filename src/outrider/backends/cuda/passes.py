@@ -33,7 +33,7 @@ from outrider.kv.pages import Page, Pages
 from outrider.kv.store import PageStore
 from outrider.models.base import ModelFile, TransformerSpec
 from outrider.models.cache import progress
-from outrider.sampling.ops import remember
+from outrider.sampling.ops import SamplingOps, remember
 from outrider.types import Scores, Slot
 
 LONG, LONGEST = 64, 512  # tokens of a chain from which torch's attention for prompts is faster: of one, of many
@@ -98,7 +98,8 @@ class Passes(PagedSequences):
         self.spec, self.pages, self.strict = spec, pages, strict
         self.device = torch.device(device)
         self.info = info_of(file, spec, pages, vocab_size, context)
-        self.ops = sampling_for(self.device)
+        # on a CPU, by its twins, what a model feeds itself is torch's
+        self.ops = sampling_for(self.device) if self.device.type == "cuda" else SamplingOps(np)
         self.weights = Loader(file, spec, dtype, self.device).load()
         scratch = pages.num_pages * pages.page_size
         shape = (spec.num_layers, scratch + 1, 2 * spec.num_kv_heads * spec.head_dim)
