@@ -166,6 +166,12 @@ def test_the_law_holds(native: NativeSampling, case: Case, monkeypatch: pytest.M
     assert measure(case, 1500) > 1e-4
 
 
+def test_a_cpu_samples_by_native_code_where_that_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(sampling.cpu_sampling()) is NativeSampling
+    monkeypatch.setattr(sampling, "why_not", lambda: "there is no compiler")
+    assert type(sampling.cpu_sampling()) is SamplingOps
+
+
 def test_chains_are_trees_without_branches() -> None:
     chance = random.Random(0)
     for _ in range(200):

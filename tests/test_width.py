@@ -466,6 +466,17 @@ def test_what_was_learned_is_forgotten() -> None:
     assert chance(acceptance, 1) < 0.3
 
 
+def test_evidence_fades_while_nothing_is_verified() -> None:
+    acceptance = Acceptance([MODEL_INFO, replace(MODEL_INFO, name="eagle")])
+    for name in ("model", "eagle"):
+        for _ in range(100):
+            acceptance.add(1, name, [(0, 1)])
+    before = chance(acceptance, 1, "eagle")
+    acceptance.fade("model", 0.01)
+    assert chance(acceptance, 1, "eagle") == before < 0.1, "another drafter"
+    assert chance(acceptance, 1) > 0.5 and acceptance.evidence("model") < 1.0, "as good as unknown"
+
+
 def test_lookups_are_known_by_the_length_of_the_match() -> None:
     acceptance = Acceptance([LOOKUP_INFO])
     assert chance(acceptance, 1, "ngram", 1) < 0.3 < 0.7 < chance(acceptance, 1, "ngram", 20)
@@ -551,6 +562,19 @@ def test_the_choice_is_nearly_the_best_of_all(seed: int) -> None:
     chosen = [best.widths.get(index, 0) for index in range(3)]
     assert best.tokens / best.seconds == pytest.approx(rate(chosen))
     assert rate(chosen) >= 0.95 * rate(ideal), (chosen, ideal)
+
+
+def test_a_resting_draft_is_probed_until_one_is_rejected() -> None:
+    """An engine that rests probes seldom; where a probe is kept, the next one follows at once."""
+    rounds: list[tuple[int, bool]] = []
+    ours = losing_engine()
+    stream = ours.stream([1, 2], seed=1, max_tokens=1000)
+    for number, event in enumerate(stream):
+        if event.drafts:
+            rounds.append((number, event.accepted == len(event.drafts)))
+    late = [(number, kept) for number, kept in rounds if number > 100]
+    assert 1 <= len(late) < 40, "a probe now and then"
+    assert all(after - before > 8 for (before, kept), (after, _) in itertools.pairwise(late) if not kept)
 
 
 def test_what_a_losing_draft_loses_is_within_the_credit() -> None:
