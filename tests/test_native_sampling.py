@@ -15,6 +15,7 @@ from outrider.native import sampling
 from outrider.native.library import why_not
 from outrider.native.sampling import NativeSampling
 from outrider.sampling.noise import Noise, Stream, seed_words
+from outrider.sampling.ops import SamplingOps
 from outrider.sampling.warp import build_controls
 from outrider.types import Drafts, Scores
 from rounds import REFERENCE, SETTINGS, Round, job

@@ -565,9 +565,11 @@ def test_the_choice_is_nearly_the_best_of_all(seed: int) -> None:
 
 
 def test_a_resting_draft_is_probed_until_one_is_rejected() -> None:
-    """An engine that rests probes seldom; where a probe is kept, the next one follows at once."""
-    rounds: list[tuple[int, bool]] = []
-    ours = losing_engine()
+    """A draft that is mostly wrong and could pay is probed seldom; where a probe is kept, the next follows at once."""
+    clock, rounds = VirtualClock(), list[tuple[int, bool]]()
+    target = MockBackend(MockConfig(vocab_size=32, seed=3, seconds_per_pass=1.0), clock=clock)
+    draft = MockBackend(MockConfig(vocab_size=32, seed=9, seconds_per_pass=0.6), clock=clock)
+    ours = Engine.load(target, draft=draft, clock=clock, threaded=False)
     stream = ours.stream([1, 2], seed=1, max_tokens=1000)
     for number, event in enumerate(stream):
         if event.drafts:
