@@ -142,9 +142,9 @@ class WidthController:
     def _decide(self, batch: Batch, free: Mapping[int, str]) -> None:
         was_drafting, self._is_drafting = self._is_drafting, False
         self._widths, self._rival, self._reason = {}, 0.0, LOOKUP
-        num_jobs = len(batch.decode)
-        fixed = sum([r for job, r in zip(batch.decode, batch.room, strict=True) if job.width is not None])
-        rows, uniform = num_jobs + fixed, self._uniform
+        num_jobs, uniform = len(batch.decode), self._uniform
+        fixed = [room for job, room in zip(batch.decode, batch.room, strict=True) if job.width is not None]
+        rows = num_jobs + sum(fixed)  # of a steady pass, without free drafts
         outlook = Outlook(batch, free, rows, self._context, self.costs, self.acceptance, self._unread, uniform=uniform)
         self._token_s = self._plain_token_s = outlook.plain_s / max(1, num_jobs)
         if not free:
@@ -169,7 +169,10 @@ class WidthController:
         self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
 
     def _probe(self, batch: Batch, outlook: Outlook) -> None:
-        """Draft for a few requests in this round, if what that may bring is worth what it costs."""
+        """Draft for a few requests in this round, if what that may bring is worth what it costs.
+
+        Evidence fades meanwhile: after a long rest little is known, so a probe promises more.
+        """
         rested, self._faded = self.costs.num_rounds - self._faded, self.costs.num_rounds
         for name in set(outlook.free.values()):
             self.acceptance.fade(name, exp(-rested / UNCHANGED))
@@ -294,15 +297,16 @@ class WidthController:
         # what the new width costs.
         if times.skip or (times.missed_prelaunch and self._width_changed):
             return
-        pass_s = times.pass_s
+        drafters, pass_s = times.drafters, times.pass_s
         if times.missed_prelaunch:  # the device did not measure drafting: assume its usual cost
             makers = {outcome.maker for _, outcome in outcomes if outcome.depth} - self._lookups
-            pass_s = times.round_s - sum([self.costs.draft_s(n, _requests_by_step(outcomes, n)) for n in makers])
+            drafted_s = [self.costs.draft_s(name, _requests_by_step(outcomes, name)) for name in makers]
+            drafters, pass_s = {}, times.round_s - sum(drafted_s)
         if times.steady:
             self.costs.observe_pass(times.num_fed, len(batch.decode), self._context, pass_s)
         elif not times.missed_prelaunch:
             self.costs.extend(times.num_fed, pass_s)
-        for name, seconds in {} if times.missed_prelaunch else times.drafters.items():
+        for name, seconds in drafters.items():
             steps = _requests_by_step(outcomes, name)
             if name in self._lookups or not steps or drafts.parents:
                 continue

@@ -21,6 +21,7 @@ SLOPE_DECAY = 0.995  # of what slopes were learned from, a round
 LEAST_STEP = 0.25  # of a chain of one token, that its step takes: less is noise
 DRIFT = 0.25  # how far off a profile may be as a whole
 SETTLED = 32  # rounds after which that is known
+LEAST_NOISE = NOISE / 4.0  # rounds of a virtual clock are all alike, which proves nothing
 OUTLIER = 2.0  # a round that takes longer than this many times the expectation counts as this many times
 
 
@@ -224,7 +225,7 @@ class CostModel:
             seconds = OUTLIER * expected
         self._noise += FOLLOW * ((seconds / expected - 1.0) ** 2 - self._noise)
         if not is_cut:  # a round that was cut does not tell what its context took
-            weight = 1.0 / (max(self._noise, NOISE / 4.0) * seconds * seconds)
+            weight = 1.0 / (max(self._noise, LEAST_NOISE) * seconds * seconds)
             self._by_context.add(rows, context, seconds, weight)
             self._by_request.add(rows, requests, seconds - self._by_context.value * context, weight)
         own = max(seconds - slopes, 0.1 * seconds)

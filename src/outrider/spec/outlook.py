@@ -62,6 +62,7 @@ class Outlook:
         return Setting(num_jobs, seconds)
 
     def best(self, candidates: Sequence[Candidate], setting: Setting, token_s: float | None = None) -> Choice:
+        """See `choose`."""
         return choose(candidates, setting, token_s, uniform=self._uniform)
 
     def later(self) -> Setting:
