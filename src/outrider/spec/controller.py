@@ -28,7 +28,7 @@ BETTER = 0.16  # the chance that acceptance is better than it looks by a standar
 ALLOWED_LOSS = 0.015  # of the time: what probes may cost
 PROBE_SHARE = 0.01  # of the time since a draft was rejected: what a probe may cost that promises nothing
 MOST_CREDIT = 4.0  # plain rounds that the credit may come to
-UNCHANGED = 100.0  # rounds of plain decoding after which a third of the evidence is left: texts change
+UNCHANGED = 80.0  # rounds of plain decoding after which a third of the evidence is left: texts change
 PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
 
