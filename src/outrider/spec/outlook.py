@@ -44,12 +44,13 @@ class Outlook:
         self.plain_s = self.setting(rows).seconds(0, ())
 
     def candidates(self, doubt: float = 0.0) -> list[Candidate]:
+        return [self.candidate(place, doubt) for place in self.free]
+
+    def candidate(self, place: int, doubt: float = 0.0) -> Candidate:
         """doubt: standard deviations by which acceptance is worse than it looks."""
+        job_id, name, room = self.jobs[place].id, self.free[place], self._room[place]
         alone = len(self.jobs) == 1
-        return [
-            Candidate(at, self._acceptance.reach(self.jobs[at].id, name, self._room[at], alone=alone, doubt=doubt))
-            for at, name in self.free.items()
-        ]
+        return Candidate(place, self._acceptance.reach(job_id, name, room, alone=alone, doubt=doubt))
 
     def setting(self, rows: int, *, growth: float = 0.0) -> Setting:
         """growth: of the context, until then."""
