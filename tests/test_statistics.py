@@ -116,7 +116,7 @@ def test_advice_when_it_does_not_pay() -> None:
     result = engine.generate([1], temperature=0.0, max_tokens=20)
     assert engine.statistics.measured_speedup < 0.5
     assert "does not pay" in engine.statistics.advice and "0% of the drafts are kept" in engine.statistics.advice
-    assert result.statistics.rejected == result.statistics.wide.rounds
+    assert result.statistics.rejected == result.statistics.draft_rounds
     result.statistics.tempo = Tempo()  # without plain rounds to compare with, the estimate speaks
     assert result.statistics.measured_speedup is None
     assert result.statistics.estimated_speedup < 0.5 and "estimated" in result.statistics.advice

@@ -7,7 +7,7 @@ the width chooser and people read it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -100,12 +100,6 @@ class DrafterCounts:
     accepted: int = 0
     tokens: int = 0
 
-    def add(self, outcome: Outcome, times: int) -> None:
-        self.rounds += times
-        self.drafted += outcome.drafted * times
-        self.accepted += outcome.accepted * times
-        self.tokens += outcome.emitted * times
-
     def report(self) -> dict[str, float]:
         return {
             "rounds": self.rounds,
@@ -186,10 +180,8 @@ class Tempo:
 
 @dataclass(slots=True)
 class WideRounds:
-    """Rounds with a draft, and the steady passes they ran in: what an estimate of the speed-up is made of."""
+    """The steady passes of rounds with a draft: what an estimate of the speed-up is made of."""
 
-    rounds: int = 0
-    tokens: int = 0
     passes: int = 0
     batch: int = 0  # summed over the passes, as the following
     num_fed: int = 0
@@ -210,19 +202,11 @@ class Statistics:
 
     A round judges one job once, so it emits 1 to width + 1 tokens. `unread` drafts came after a rejection or a stop
     and were never judged, or not counted. Places in a proposal are counted along its paths: siblings share one. Times
-    are those of the passes taken part in: a batch shares them.
+    are those of the passes taken part in: a batch shares them. Tokens are counted where somebody asks: a round only
+    counts its outcome, of which there are few different ones.
     """
 
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    bonus: int = 0
-    unread: int = 0
-    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
-    rounds_by_depth: dict[int, int] = field(default_factory=dict)
-    rounds_by_accepted: dict[int, int] = field(default_factory=dict)
+    outcomes: dict[Outcome, int] = field(default_factory=dict)  # -> rounds
     passes: int = 0
     draft_steps: int = 0
     draft_s: float = 0.0
@@ -239,24 +223,7 @@ class Statistics:
 
     def add_round(self, outcome: Outcome, times: int = 1) -> None:
         """A job was judged. `times` counts jobs with the same outcome in one go."""
-        self.rounds += times
-        self.tokens += outcome.emitted * times
-        drafted, depth, kept, refused, emitted, is_bonus, maker = outcome
-        if drafted == 0:
-            return
-        self.wide.rounds += times
-        self.wide.tokens += emitted * times
-        self.drafted += drafted * times
-        self.accepted += kept * times
-        self.rejected += refused * times
-        self.unread += (drafted - kept - refused) * times
-        self.bonus += is_bonus * times
-        counts = self.drafters.get(maker)
-        if counts is None:
-            counts = self.drafters[maker] = DrafterCounts()
-        counts.add(outcome, times)
-        self.rounds_by_depth[depth] = self.rounds_by_depth.get(depth, 0) + times
-        self.rounds_by_accepted[kept] = self.rounds_by_accepted.get(kept, 0) + times
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + times
 
     def add_pass(self, times: RoundTimes, batch: int, speculative: bool, tokens: int) -> None:
         """One pass was taken part in."""
@@ -279,6 +246,77 @@ class Statistics:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     @property
+    def rounds(self) -> int:
+        return sum(list(self.outcomes.values()))
+
+    @property
+    def tokens(self) -> int:
+        return self._sum(lambda outcome: outcome.emitted)
+
+    @property
+    def drafted(self) -> int:
+        return self._sum(lambda outcome: outcome.drafted)
+
+    @property
+    def accepted(self) -> int:
+        return self._sum(lambda outcome: outcome.accepted)
+
+    @property
+    def rejected(self) -> int:
+        return self._sum(lambda outcome: outcome.refused)
+
+    @property
+    def unread(self) -> int:
+        return self._sum(lambda outcome: outcome.drafted - outcome.accepted - outcome.refused)
+
+    @property
+    def bonus(self) -> int:
+        return self._sum(lambda outcome: outcome.is_bonus and outcome.drafted > 0)
+
+    @property
+    def rounds_by_depth(self) -> dict[int, int]:
+        return self._histogram(lambda outcome: outcome.depth)
+
+    @property
+    def rounds_by_accepted(self) -> dict[int, int]:
+        return self._histogram(lambda outcome: outcome.accepted)
+
+    @property
+    def drafters(self) -> dict[str, DrafterCounts]:
+        counts: dict[str, DrafterCounts] = {}
+        for outcome, times in self._rounds_with_drafts():
+            one = counts.setdefault(outcome.maker, DrafterCounts())
+            one.rounds += times
+            one.drafted += outcome.drafted * times
+            one.accepted += outcome.accepted * times
+            one.tokens += outcome.emitted * times
+        return counts
+
+    @property
+    def draft_rounds(self) -> int:
+        """Rounds with a draft."""
+        return sum([times for _, times in self._rounds_with_drafts()])
+
+    @property
+    def tokens_per_draft_round(self) -> float:
+        """Of the rounds with a draft."""
+        drafted = self._rounds_with_drafts()
+        return sum([outcome.emitted * times for outcome, times in drafted]) / max(1, self.draft_rounds)
+
+    def _rounds_with_drafts(self) -> list[tuple[Outcome, int]]:
+        return [(outcome, times) for outcome, times in list(self.outcomes.items()) if outcome.drafted]
+
+    def _sum(self, what: Callable[[Outcome], int]) -> int:
+        return sum([what(outcome) * times for outcome, times in list(self.outcomes.items())])
+
+    def _histogram(self, what: Callable[[Outcome], int]) -> dict[int, int]:
+        """Rounds with a draft by what came of them."""
+        rounds: dict[int, int] = {}
+        for outcome, times in self._rounds_with_drafts():
+            rounds[what(outcome)] = rounds.get(what(outcome), 0) + times
+        return rounds
+
+    @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
@@ -289,11 +327,7 @@ class Statistics:
     @property
     def accepted_by_position(self) -> list[float]:
         """Share of the drafts at each place of a proposal that were kept."""
-        deepest = max(self.rounds_by_depth, default=0)
-        return [
-            _rounds_past(self.rounds_by_accepted, place) / _rounds_past(self.rounds_by_depth, place)
-            for place in range(deepest)
-        ]
+        return kept_by_place(self.rounds_by_accepted, self.rounds_by_depth)
 
     @property
     def draft_step_cost(self) -> float | None:
@@ -304,14 +338,14 @@ class Statistics:
     @property
     def estimated_speedup(self) -> float | None:
         """E[tokens per round] / (r(k+1) + k*c), at the mean width and batch; None until such passes were measured."""
-        wide = self.wide
-        if not wide.rounds or not wide.passes:
+        wide, tokens = self.wide, self.tokens_per_draft_round
+        if not tokens or not wide.passes:
             return None
         plain = self.costs.seconds(wide.batch / wide.passes)
         scored = self.costs.seconds(wide.num_fed / wide.passes)
         if not plain or scored is None:
             return None
-        return wide.tokens / wide.rounds * plain / (scored + wide.draft_s / wide.passes)
+        return tokens * plain / (scored + wide.draft_s / wide.passes)
 
     @property
     def measured_speedup(self) -> float | None:
@@ -380,6 +414,11 @@ class Statistics:
         }
 
 
-def _rounds_past(histogram: dict[int, int], place: int) -> int:
+def kept_by_place(accepted: Mapping[int, int], depth: Mapping[int, int]) -> list[float]:
+    """The share of the drafts at each place that were kept, from rounds by tokens accepted and by depth."""
+    return [_rounds_past(accepted, place) / _rounds_past(depth, place) for place in range(max(depth, default=0))]
+
+
+def _rounds_past(histogram: Mapping[int, int], place: int) -> int:
     """Rounds whose count goes beyond `place`."""
     return sum(rounds for count, rounds in histogram.items() if count > place)

@@ -8,6 +8,7 @@ kinds is the geometric mean of their ratios: every kind weighs the same, however
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,7 +17,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from outrider.bench.contest import OWN_ENGINE, PLAIN, Answer, Style
-from outrider.metrics import Statistics
+from outrider.metrics import kept_by_place
 
 ALL = "all"
 FEW = 5  # repeats: of less than these the range is told instead of an interval
@@ -214,15 +215,11 @@ def _speed(answers: Sequence[Answer]) -> float:
 
 
 def _by_position(answers: Sequence[Answer]) -> list[float] | None:
-    total = Statistics()
+    accepted, depth = Counter[int](), Counter[int]()
     for answer in answers:
-        for kept, part in (
-            (total.rounds_by_depth, answer.rounds_by_depth),
-            (total.rounds_by_accepted, answer.rounds_by_accepted),
-        ):
-            for length, times in part.items():
-                kept[length] = kept.get(length, 0) + times
-    return total.accepted_by_position or None
+        accepted.update(answer.rounds_by_accepted)
+        depth.update(answer.rounds_by_depth)
+    return kept_by_place(accepted, depth) or None
 
 
 def _split(answers: Sequence[Answer]) -> dict[str, float] | None:

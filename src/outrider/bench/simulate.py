@@ -260,7 +260,7 @@ def _decode(engine: Engine, requests: Sequence[Request], taken: _Taken) -> float
     counts = engine.statistics
     taken.tokens += counts.tokens
     taken.rounds += counts.rounds
-    taken.wide += counts.wide.rounds
+    taken.wide += counts.draft_rounds
     taken.drafted += counts.drafted
     taken.passes += counts.passes
     taken.draft_s += counts.draft_s

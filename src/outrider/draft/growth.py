@@ -74,10 +74,7 @@ def grow(
 ) -> list[Sprout]:
     """Fill `drafts` with up to rooms[b] tokens for each job. Returns the sprouts, whose nodes `read` has fed."""
     sprouts = [Sprout(job, room, tree) for job, room, tree in zip(jobs, rooms, trees, strict=True)]
-    index_of = {id(sprout): index for index, sprout in enumerate(sprouts)}
-    came: list[tuple[int, int]] = []  # (job, node) in the order of drawing
-    rows: list[Array | None] = []
-    counts: list[int] = []
+    levels: list[tuple[Drawn, Array | None]] = []
     while active := [sprout for sprout in sprouts if sprout.wants_more]:
         drafts.steps += 1
         logits = read(active)
@@ -86,17 +83,15 @@ def grow(
         for sprout, fault in faults:
             sprout.room = 0
             if not isinstance(fault, RequestError):  # else the request did it to its row: the target's rows will tell
-                drafts.faults[index_of[id(sprout)]] = DraftError(
+                drafts.faults[jobs.index(sprout.job)] = DraftError(
                     f"the draft failed: {fault.message}", param=fault.param
                 )
-        came += [(index_of[id(sprout)], node) for sprout, node in drawn]
-        rows.append(probs)
-        counts.append(len(drawn))
+        levels.append((drawn, probs))
     drafts.counts = [len(sprout.tokens) for sprout in sprouts]
     drafts.tokens = ops.integers([token for sprout in sprouts for token in sprout.tokens])
     drafts.parents = {index: sprout.parents for index, sprout in enumerate(sprouts) if sprout.is_tree and sprout.tokens}
-    if any(probs is not None for probs in rows):
-        drafts.probs = _in_order(ops, sprouts, came, rows, counts)
+    if any(probs is not None for _, probs in levels):
+        drafts.probs = _in_order(ops, sprouts, levels)
     return sprouts
 
 
@@ -166,21 +161,16 @@ def _add(sprout: Sprout, token: int, parent: int, confidence: float) -> int:
     return len(sprout.tokens) - 1
 
 
-def _in_order(
-    ops: SamplingOps,
-    sprouts: Sequence[Sprout],
-    came: Sequence[tuple[int, int]],
-    rows: Sequence[Array | None],
-    counts: Sequence[int],
-) -> Array:
+def _in_order(ops: SamplingOps, sprouts: Sequence[Sprout], levels: Sequence[tuple[Drawn, Array | None]]) -> Array:
     """The rows of all drafts, job after job; they came level after level. [N, V]"""
-    vocab_size = next(probs.shape[1] for probs in rows if probs is not None)
-    filled, at = [], 0
-    for probs, count in zip(rows, counts, strict=True):
+    vocab_size = next(probs.shape[1] for _, probs in levels if probs is not None)
+    index_of = {id(sprout): index for index, sprout in enumerate(sprouts)}
+    rows: list[Array] = []
+    came: list[tuple[int, int]] = []  # (job, node)
+    for drawn, probs in levels:
         if probs is None:
-            tokens = [sprouts[index].tokens[node] for index, node in came[at : at + count]]
-            probs = ops.one_hot(ops.integers(tokens), vocab_size)
-        filled.append(probs)
-        at += count
+            probs = ops.one_hot(ops.integers([sprout.tokens[node] for sprout, node in drawn]), vocab_size)
+        rows.append(probs)
+        came += [(index_of[id(sprout)], node) for sprout, node in drawn]
     order = sorted(range(len(came)), key=came.__getitem__)
-    return ops.xp.concat(filled)[ops.integers(order), ...]
+    return ops.xp.concat(rows)[ops.integers(order), ...]

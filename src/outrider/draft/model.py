@@ -290,20 +290,19 @@ class ModelDrafter(Drafter):
         seats = [self.seats[sprout.job.id] for sprout in sprouts]
         starts = [seat.length + len(seat.ahead) for seat in seats]
         fed: list[Sequence[int]] = []
-        rows: list[int] = []
+        rows = [len(sprout.tips) for sprout in sprouts]
         parents: dict[int, list[int]] = {}
         for index, (sprout, seat) in enumerate(zip(sprouts, seats, strict=True)):
-            if sprout.tips == [-1]:
-                tokens = sprout.job.tokens
-                fed.append(tokens[starts[index] :])
-                rows.append(1)
+            if not sprout.tokens:
+                fed.append(sprout.job.tokens[starts[index] :])
                 self._note_read(sprout.job, seat)
                 continue
-            fed.append(sprout.feed())
-            rows.append(len(sprout.tips))
-            seat.ahead += fed[-1]
             if sprout.is_tree:
+                fed.append(sprout.feed())
                 parents[index] = seat.parents = sprout.fed_parents
+            else:
+                fed.append(sprout.tokens[-1:])
+            seat.ahead += fed[-1]
         scores = self.backend.score(self._spans(seats, starts, fed, rows, parents))
         return scores.logits[:, : self.backend.info.vocab_size]
 

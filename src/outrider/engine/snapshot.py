@@ -20,7 +20,7 @@ from outrider.backends.base import Backend, State
 from outrider.engine.intake import Intake, fresh_seed
 from outrider.engine.statefile import read_state, write_state
 from outrider.errors import RequestError, SnapshotError
-from outrider.metrics import Statistics
+from outrider.metrics import Outcome, Statistics
 from outrider.sampling.noise import seed_words
 from outrider.types import Job, Request, TokenLogprob
 
@@ -157,7 +157,9 @@ def _job(data: Mapping[str, Any], intake: Intake, methods: Sequence[str], contex
         # that noise must not be judged by it. A fresh key continues the committed tokens with the target's own law.
         job.seed = fresh_seed()
     job.words = seed_words(job.seed, request.choice)
-    job.statistics = _revived(Statistics, data["statistics"])
+    known = {field.name for field in fields(Statistics)}  # other versions count other things
+    counts = {name: count for name, count in data["statistics"].items() if name in known}
+    job.statistics = _revived(Statistics, counts)
     if job.logprobs is not None:
         job.logprobs = [TokenLogprob(*entry) for entry in data["logprobs"]]
     if job.prompt_logprobs is not None:
@@ -207,9 +209,9 @@ def _revived(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return kind(**{name: _revived(hints.get(name), entry) for name, entry in value.items()})
-    if get_origin(kind) in (dict, list):
-        entries = get_args(kind)[-1]
-        if isinstance(value, dict):
-            return {key: _revived(entries, entry) for key, entry in value.items()}
-        return [_revived(entries, entry) for entry in value]
-    return value
+    if get_origin(kind) is dict:
+        keys, entries = get_args(kind)
+        return {_revived(keys, key): _revived(entries, entry) for key, entry in value.items()}
+    if get_origin(kind) is list:
+        return [_revived(get_args(kind)[0], entry) for entry in value]
+    return kind(*value) if kind is Outcome else value

@@ -56,7 +56,7 @@ def exposition(engine: Engine, http: HttpMetrics, model: str) -> str:
 def _speculation(told: Statistics) -> list[str]:
     """Counted parts are read before their wholes: accepted never exceeds drafted, however the engine goes on."""
     by_accepted = dict(told.rounds_by_accepted)
-    accepted, drafted, rounds = told.accepted, told.drafted, told.wide.rounds
+    accepted, drafted, rounds = told.accepted, told.drafted, told.draft_rounds
     deepest = max(by_accepted, default=0)
     places = [
         ({"position": str(place)}, sum(times for kept, times in by_accepted.items() if kept > place))

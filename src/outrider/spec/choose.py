@@ -87,9 +87,9 @@ def _equal(candidates: Sequence[Candidate], setting: Setting, token_s: float | N
     longest = max([len(one.reach) for one in candidates], default=0)
     tokens, steps = setting.tokens, list[float]()
     most = tokens + sum([sum(one.reach) for one in candidates])
-    best, best_value = plain, plain.value(token_s)
+    best, best_value, best_width = plain, plain.value(token_s), 0
     for width in WIDTHS:
-        if width > longest or (best.widths and Choice({}, most, best.seconds).value(token_s) < best_value):
+        if width > longest or (best_width and Choice({}, most, best.seconds).value(token_s) < best_value):
             break  # nothing wider can be better: it takes no less, and brings no more than all
         for step in range(len(steps), width):
             reached = [one.reach[step] for one in candidates if len(one.reach) > step]
@@ -97,7 +97,8 @@ def _equal(candidates: Sequence[Candidate], setting: Setting, token_s: float | N
             steps.append(len(reached))
         whole = sum([one.reach[:width][-1] for one in candidates if one.reach])
         seconds = setting.seconds(int(sum(steps)), [steps[0] + whole, *steps[1:]])
-        choice = Choice({one.place: min(width, len(one.reach)) for one in candidates if one.reach}, tokens, seconds)
-        if not best.widths or choice.value(token_s) > best_value * (WIDER if token_s is None else 1.0):
-            best, best_value = choice, choice.value(token_s)
-    return best
+        choice = Choice({}, tokens, seconds)
+        if not best_width or choice.value(token_s) > best_value * (WIDER if token_s is None else 1.0):
+            best, best_value, best_width = choice, choice.value(token_s), width
+    widths = {one.place: min(best_width, len(one.reach)) for one in candidates if one.reach} if best_width else {}
+    return best._replace(widths=widths)

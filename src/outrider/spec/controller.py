@@ -184,12 +184,12 @@ class WidthController:
         due_s = PROBE_SHARE * self._rested_s
         known = max([self.acceptance.evidence(name) for name in outlook.free.values()])
         cost_s = judged = 0.0
-        for place in sorted(outlook.free, key=lambda place: outlook.entry_s([place])):
-            width, one_s, one_judged = outlook.cheapest_probe(outlook.candidate(place), self._fed, self._token_s)
+        for one in sorted(outlook.candidates(), key=lambda one: outlook.entry_s([one.place])):
+            width, one_s, one_judged = outlook.cheapest_probe(one, self._fed, self._token_s)
             cost_s, judged = cost_s + one_s, judged + one_judged
             if cost_s > min(allowed_s, max(due_s, worth_s * judged / (judged + known))):
                 break
-            self._widths[batch.decode[place].id] = width
+            self._widths[batch.decode[one.place].id] = width
             self._reason, self._left = PROBE, 1
 
     def trim(self, drafter: str, jobs: Sequence[Job], drafts: Drafts) -> list[int]:

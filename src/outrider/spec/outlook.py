@@ -44,13 +44,19 @@ class Outlook:
         self.plain_s = self.setting(rows).seconds(0, ())
 
     def candidates(self, doubt: float = 0.0) -> list[Candidate]:
-        return [self.candidate(place, doubt) for place in self.free]
-
-    def candidate(self, place: int, doubt: float = 0.0) -> Candidate:
         """doubt: standard deviations by which acceptance is worse than it looks."""
-        job_id, name, room = self.jobs[place].id, self.free[place], self._room[place]
-        alone = len(self.jobs) == 1
-        return Candidate(place, self._acceptance.reach(job_id, name, room, alone=alone, doubt=doubt))
+        pooled: dict[tuple[str, int], list[float]] = {}  # most of a resting batch have no evidence of their own
+        found = []
+        for place, name in self.free.items():
+            job_id, room = self.jobs[place].id, self._room[place]
+            key = (name, min(room, DEPTH))
+            reach = None if job_id in self._acceptance else pooled.get(key)
+            if reach is None:
+                reach = self._acceptance.reach(job_id, name, room, alone=len(self.jobs) == 1, doubt=doubt)
+                if job_id not in self._acceptance:
+                    pooled[key] = reach
+            found.append(Candidate(place, reach))
+        return found
 
     def setting(self, rows: int, *, growth: float = 0.0) -> Setting:
         """growth: of the context, until then."""

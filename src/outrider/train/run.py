@@ -100,4 +100,4 @@ def evaluate(
     with Engine.load(model, draft=f"eagle:{head}", device=device, backend="torch", width=width) as engine:
         engine.generate([list(prompt) for prompt in prompts], temperature=0.0, max_tokens=max_tokens)
         seen = engine.statistics
-        return Evaluation(seen.wide.tokens / max(1, seen.wide.rounds), seen.accepted_by_position, len(prompts))
+        return Evaluation(seen.tokens_per_draft_round, seen.accepted_by_position, len(prompts))
