@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,21 @@ def test_scales_are_rounded_up_to_twelve_bits() -> None:
     assert (rounded >= scales).all() and (rounded <= scales * (1 + 2.0**-10)).all()
     assert np.array_equal(round_scale(rounded), rounded)
     assert np.array_equal(rounded * np.float32(127) / np.float32(127), rounded)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says how memory is mapped")
+def test_its_memory_may_lie_in_large_pages() -> None:
+    """Memory shared between processes gets none on most systems, whatever is asked for."""
+    store = HostStore(2, 512, HEADS, 64, 16, "f16")
+    at = store.whole.ctypes.data
+    perms, flags = "", ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span, _, rest = line.partition(" ")
+        if "-" in span and not span.endswith(":"):
+            begin, end = (int(side, 16) for side in span.split("-"))
+            if begin <= at < end:
+                perms = rest[:4]
+        elif span == "VmFlags:" and perms:
+            flags = rest
+            break
+    assert perms == "rw-p" and "hg" in flags.split()

@@ -116,7 +116,11 @@ def _padded(number: int) -> int:
 def _untouched(shape: tuple[int, ...]) -> Array:
     """Zeroed bytes that take memory when they are written to, in large pages where the system has them: keys are read
     from all over, and with small pages looking up where they are takes longer than the arithmetic."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape)))
+    size = max(1, math.prod(shape))
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private: memory that is shared with children of the process gets no large pages on most systems.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, size)
     return np.frombuffer(memory, dtype=np.uint8)[: math.prod(shape)].reshape(shape)
