@@ -122,11 +122,12 @@ def auto(
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
     mixed: Annotated[bool, typer.Option("--mixed", help="Shuffle the kinds of work.")] = False,
     as_json: AsJson = False,
+    threads: given.Threads = None,
 ) -> None:
     """The engine's choice of width beside plain decoding and fixed widths on a real model, by turns in one process."""
     from outrider.cli.benches import show_auto
 
-    show_auto(as_json, model, draft, prompts, limit, max_tokens, mixed)
+    show_auto(as_json, model, draft, prompts, limit, max_tokens, mixed, threads)
 
 
 @app.command()

@@ -84,14 +84,21 @@ def show_width(quick: bool, as_json: bool, seed: int | None) -> None:
 
 
 def show_auto(
-    as_json: bool, model: str, draft: str, prompts: Path | None, limit: int, max_tokens: int, mixed: bool
+    as_json: bool,
+    model: str,
+    draft: str,
+    prompts: Path | None,
+    limit: int,
+    max_tokens: int,
+    mixed: bool,
+    threads: int | None,
 ) -> None:
     """Plain decoding, the engine's choice and fixed widths by turns on a real model."""
     from outrider.bench.auto import FIXED, readings
     from outrider.bench.work import OWN, read_work
 
     work = OWN if prompts is None else read_work(prompts)
-    for reading in readings(model, draft, work, limit=limit, max_tokens=max_tokens, mixed=mixed):
+    for reading in readings(model, draft, work, limit=limit, max_tokens=max_tokens, mixed=mixed, threads=threads):
         if as_json:
             typer.echo(json.dumps({**asdict(reading), "of_best": reading.of_best}))
             continue

@@ -38,33 +38,69 @@ template <class Kv> INLINE const typename Kv::Element *page_elements(const uint8
     return reinterpret_cast<const typename Kv::Element *>(block + page * kv.page_bytes + scales);
 }
 
-// Scores of Q queries with KV_GROUP keys that lie side by side. Even and odd dimensions have sums of their own, so that
-// consecutive multiply-adds do not wait for each other. `later_keys` and `values` are read soon: they are prefetched.
-template <class Kv, int Q>
-INLINE void score_group(const typename Kv::Element *keys, const float *scales, int64_t stride, int head_dim,
-                        const float *const *queries, float *out, int out_stride,
-                        const typename Kv::Element *later_keys, const typename Kv::Element *values) {
+// KV_GROUP keys that lie side by side, and what is prefetched while they are read: later keys and the values of these.
+template <class Kv> struct KeyGroup {
+    const typename Kv::Element *keys, *later_keys, *values;
+    const float *scales;
+};
+
+// Where a token of a sequence lies. Pages have any size, and dividing takes as long as a few keys do: a place is moved.
+struct Place {
+    int page;  // the how-manieth of the sequence
+    int within;
+    static INLINE Place of(const KvView &kv, int index) {
+        const int page = index / kv.page_size;
+        return {page, index - page * kv.page_size};
+    }
+    INLINE Place after(const KvView &kv, int count) const {
+        Place place{page, within + count};
+        for (; place.within >= kv.page_size; place.within -= kv.page_size) place.page++;
+        return place;
+    }
+};
+
+// The group that token `index` lies in, at `place`.
+template <class Kv> INLINE KeyGroup<Kv> key_group(const KvView &kv, const Visible &visible, int index, Place place) {
+    const int page = visible.pages[place.page], group = place.within / KV_GROUP * KV_GROUP;
+    const Place later = index + PREFETCHED_KEYS < visible.end ? place.after(kv, PREFETCHED_KEYS) : place;
+    return {page_elements<Kv>(kv.keys, kv, page) + group,
+            page_elements<Kv>(kv.keys, kv, visible.pages[later.page]),
+            page_elements<Kv>(kv.values, kv, page) + group * kv.padded_dim, page_scales<Kv>(kv.keys, kv, page) + group};
+}
+
+// Groups that are scored at a time: with wide vectors, one would load a number of a query for every multiply-add.
+constexpr int GROUPS = LANES == KV_GROUP ? 2 : 1;
+
+// Scores of Q queries with some groups of keys. Even and odd dimensions have sums of their own, so that consecutive
+// multiply-adds do not wait for each other.
+template <class Kv, int Q, int COUNT>
+INLINE void score_groups(const KeyGroup<Kv> *groups, int64_t stride, int head_dim, const float *const *queries, float *out,
+                         int out_stride) {
     constexpr int VECTORS = KV_GROUP / LANES;
-    F sums[2][Q][VECTORS];
+    F sums[2][Q][COUNT * VECTORS];
     for (int part = 0; part < 2; part++)
         for (int q = 0; q < Q; q++)
-            for (int v = 0; v < VECTORS; v++) sums[part][q][v] = V::zero();
+            for (int v = 0; v < COUNT * VECTORS; v++) sums[part][q][v] = V::zero();
     for (int d = 0; d < head_dim; d += 2) {
-        __builtin_prefetch(later_keys + d * KV_GROUP);
-        __builtin_prefetch(values + d * KV_GROUP);
-        if constexpr (sizeof(typename Kv::Element) == 4) {  // two dimensions are two cache lines
-            __builtin_prefetch(later_keys + (d + 1) * KV_GROUP);
-            __builtin_prefetch(values + (d + 1) * KV_GROUP);
-        }
-        UNROLL for (int part = 0; part < 2; part++, keys += stride)
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                const F key = Kv::load(keys + v * LANES);
-                UNROLL for (int q = 0; q < Q; q++)
-                    sums[part][q][v] = V::fma_one(sums[part][q][v], key, queries[q][d + part]);
+        UNROLL for (int g = 0; g < COUNT; g++) {
+            __builtin_prefetch(groups[g].later_keys + d * KV_GROUP);
+            __builtin_prefetch(groups[g].values + d * KV_GROUP);
+            if constexpr (sizeof(typename Kv::Element) == 4) {  // two dimensions are two cache lines
+                __builtin_prefetch(groups[g].later_keys + (d + 1) * KV_GROUP);
+                __builtin_prefetch(groups[g].values + (d + 1) * KV_GROUP);
             }
+        }
+        UNROLL for (int part = 0; part < 2; part++) {
+            F keys[COUNT * VECTORS];
+            UNROLL for (int v = 0; v < COUNT * VECTORS; v++)
+                keys[v] = Kv::load(groups[v / VECTORS].keys + (d + part) * stride + v % VECTORS * LANES);
+            UNROLL for (int q = 0; q < Q; q++)
+                UNROLL for (int v = 0; v < COUNT * VECTORS; v++)
+                    sums[part][q][v] = V::fma_one(sums[part][q][v], keys[v], queries[q][d + part]);
+        }
     }
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-        const F scale = Kv::SCALED ? V::load(scales + v * LANES) : V::set(1.0f);
+    UNROLL for (int v = 0; v < COUNT * VECTORS; v++) {
+        const F scale = Kv::SCALED ? V::load(groups[v / VECTORS].scales + v % VECTORS * LANES) : V::set(1.0f);
         UNROLL for (int q = 0; q < Q; q++) {
             const F sum = V::add(sums[0][q][v], sums[1][q][v]);
             V::store(out + q * out_stride + v * LANES, Kv::SCALED ? V::mul(sum, scale) : sum);
@@ -76,64 +112,95 @@ template <class Kv, int Q>
 INLINE void score_chunk(const KvView &kv, const Visible &visible, const float *const *queries,
                         float (*scores)[KV_CHUNK]) {
     float group_scores[Q][KV_GROUP];
-    const auto score = [&](int index, float *out, int out_stride) {
-        const int page = visible.pages[index / kv.page_size], group = index % kv.page_size / KV_GROUP * KV_GROUP;
-        const int later = index + PREFETCHED_KEYS < visible.end ? index + PREFETCHED_KEYS : index;
-        const auto *keys = page_elements<Kv>(kv.keys, kv, page) + group;
-        const auto *later_keys = page_elements<Kv>(kv.keys, kv, visible.pages[later / kv.page_size]);
-        const auto *values = page_elements<Kv>(kv.values, kv, page) + group * kv.padded_dim;
-        const float *scales = page_scales<Kv>(kv.keys, kv, page) + group;
-        score_group<Kv, Q>(keys, scales, kv.padded_size, kv.head_dim, queries, out, out_stride, later_keys, values);
+    const auto is_whole = [&](int index, Place place) {
+        return place.within % KV_GROUP == 0 && place.within + KV_GROUP <= kv.page_size && index + KV_GROUP <= visible.last;
     };
+    const auto score = [&](int index, Place place) {
+        const KeyGroup<Kv> group = key_group<Kv>(kv, visible, index, place);
+        score_groups<Kv, Q, 1>(&group, kv.padded_size, kv.head_dim, queries, group_scores[0], KV_GROUP);
+    };
+    Place place = Place::of(kv, visible.first);
     for (int index = visible.first; index < visible.last;) {
-        const int within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
+        float *to = scores[0] + index - visible.first;
+        KeyGroup<Kv> groups[GROUPS];
+        int whole = 0;
+        for (; whole < GROUPS && is_whole(index, place); index += KV_GROUP, place = place.after(kv, KV_GROUP))
+            groups[whole++] = key_group<Kv>(kv, visible, index, place);
+        if (whole == GROUPS) score_groups<Kv, Q, GROUPS>(groups, kv.padded_size, kv.head_dim, queries, to, KV_CHUNK);
+        else if (whole) score_groups<Kv, Q, 1>(groups, kv.padded_size, kv.head_dim, queries, to, KV_CHUNK);
+        if (whole) continue;
+        const int within = place.within, group = within / KV_GROUP * KV_GROUP;  // some of it are not seen
         int count = group + KV_GROUP < kv.page_size ? group + KV_GROUP - within : kv.page_size - within;
         if (count > visible.last - index) count = visible.last - index;
-        const int to = index - visible.first;
-        if (count == KV_GROUP) {
-            score(index, scores[0] + to, KV_CHUNK);
-        } else {  // some of the group are not seen
-            score(index, group_scores[0], KV_GROUP);
-            for (int q = 0; q < Q; q++) memcpy(scores[q] + to, group_scores[q] + within - group, sizeof(float) * count);
-        }
+        score(index, place);
+        for (int q = 0; q < Q; q++) memcpy(to + q * KV_CHUNK, group_scores[q] + within - group, sizeof(float) * count);
         index += count;
+        place = place.after(kv, count);
     }
     int done = -1;  // the group whose scores are there: nodes of a tree are neighbours
     for (int extra = 0; extra < visible.num_extras; extra++) {
-        const int index = visible.extras[extra], within = index % kv.page_size, group = within / KV_GROUP * KV_GROUP;
-        if (index - within + group != done) score(index, group_scores[0], KV_GROUP);
-        done = index - within + group;
-        for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = group_scores[q][within - group];
+        const int index = visible.extras[extra];
+        const Place at = Place::of(kv, index);
+        const int group = at.within / KV_GROUP * KV_GROUP;
+        if (index - at.within + group != done) score(index, at);
+        done = index - at.within + group;
+        for (int q = 0; q < Q; q++) scores[q][visible.last - visible.first + extra] = group_scores[q][at.within - group];
     }
 }
 
-// Turns scores into softmax weights relative to their maximum. Stores the maximum and the sum of the weights.
-INLINE void softmax_chunk(float *scores, int count, float *max, float *sum) {
-    const int padded = (count + LANES - 1) / LANES * LANES;
-    for (int at = count; at < padded; at++) scores[at] = -INFINITY;
-    F most = V::load(scores);
-    for (int at = LANES; at < padded; at += LANES) most = V::max(most, V::load(scores + at));
-    *max = V::most(most);
-    const F peak = V::set(*max);
-    F total = V::zero();
-    for (int at = 0; at < padded; at += LANES) {
-        const F weight = exponential(V::sub(V::load(scores + at), peak));
-        V::store(scores + at, weight);
-        total = V::add(total, weight);
+// Turns `padded` scores (whole vectors) of Q queries into softmax weights relative to their maximum, and stores the
+// maximum and the sum of the weights behind each partial. Queries side by side: one alone would wait for itself.
+template <int Q> INLINE void softmax(float (*scores)[KV_CHUNK], int padded, const Query *queries, int padded_dim) {
+    F peaks[Q], totals[Q];
+    UNROLL for (int q = 0; q < Q; q++) {
+        F most = V::load(scores[q]);
+        for (int at = LANES; at < padded; at += LANES) most = V::max(most, V::load(scores[q] + at));
+        const float peak = V::most(most);
+        queries[q].partial[padded_dim] = peak;
+        peaks[q] = V::set(peak);
+        totals[q] = V::zero();
     }
-    *sum = V::sum(total);
+    for (int at = 0; at < padded; at += LANES)
+        UNROLL for (int q = 0; q < Q; q++) {
+            const F weight = exponential(V::sub(V::load(scores[q] + at), peaks[q]));
+            V::store(scores[q] + at, weight);
+            totals[q] = V::add(totals[q], weight);
+        }
+    UNROLL for (int q = 0; q < Q; q++) queries[q].partial[padded_dim + 1] = V::sum(totals[q]);
+}
+
+template <int Q> INLINE void softmax_chunk(float (*scores)[KV_CHUNK], const Query *queries, int padded_dim) {
+    int padded[Q];
+    bool alike = true;
+    for (int q = 0; q < Q; q++) {
+        padded[q] = (queries[q].num_keys + LANES - 1) / LANES * LANES;
+        for (int at = queries[q].num_keys; at < padded[q]; at++) scores[q][at] = -INFINITY;
+        alike = alike && padded[q] == padded[0];
+    }
+    if (alike) return softmax<Q>(scores, padded[0], queries, padded_dim);
+    for (int q = 0; q < Q; q++) softmax<1>(scores + q, padded[q], queries + q, padded_dim);
 }
 
 // The values of all visible tokens in order, and their scales if there are some.
 template <class Kv>
 INLINE void find_values(const KvView &kv, const Visible &visible, const typename Kv::Element **values, float *scales) {
-    const auto add = [&](int index) {
-        const int page = visible.pages[index / kv.page_size], within = index % kv.page_size;
-        *values++ = page_elements<Kv>(kv.values, kv, page) + int64_t(within) * kv.padded_dim;
-        if constexpr (Kv::SCALED) *scales++ = page_scales<Kv>(kv.values, kv, page)[within];
+    const auto add = [&](Place place, int count) {  // tokens of one page
+        const int page = visible.pages[place.page];
+        const auto *from = page_elements<Kv>(kv.values, kv, page) + int64_t(place.within) * kv.padded_dim;
+        for (int token = 0; token < count; token++) *values++ = from + int64_t(token) * kv.padded_dim;
+        if constexpr (Kv::SCALED) {
+            memcpy(scales, page_scales<Kv>(kv.values, kv, page) + place.within, sizeof(float) * count);
+            scales += count;
+        }
     };
-    for (int index = visible.first; index < visible.last; index++) add(index);
-    for (int extra = 0; extra < visible.num_extras; extra++) add(visible.extras[extra]);
+    Place place = Place::of(kv, visible.first);
+    for (int left = visible.last - visible.first; left > 0;) {
+        const int left_in_page = kv.page_size - place.within, count = left < left_in_page ? left : left_in_page;
+        add(place, count);
+        place = place.after(kv, count);
+        left -= count;
+    }
+    for (int extra = 0; extra < visible.num_extras; extra++) add(Place::of(kv, visible.extras[extra]), 1);
 }
 
 // Dimensions d to d + 16 * PARTS of the weighted values of Q queries, token after token: first those that all of them
@@ -164,13 +231,10 @@ void attend_with(const KvView &kv, const Visible &visible, const Query *queries)
     const float *vectors[Q];
     for (int q = 0; q < Q; q++) vectors[q] = queries[q].vector;
     score_chunk<Kv, Q>(kv, visible, vectors, scores);
+    softmax_chunk<Q>(scores, queries, kv.padded_dim);
     int seen_by_all = KV_CHUNK;
-    for (int q = 0; q < Q; q++) {
-        const int count = queries[q].num_keys;
-        float *max_and_sum = queries[q].partial + kv.padded_dim;
-        softmax_chunk(scores[q], count, max_and_sum, max_and_sum + 1);
-        if (count < seen_by_all) seen_by_all = count;
-    }
+    for (int q = 0; q < Q; q++)
+        if (queries[q].num_keys < seen_by_all) seen_by_all = queries[q].num_keys;
     const typename Kv::Element *values[KV_CHUNK];
     float scales[KV_CHUNK];
     find_values<Kv>(kv, visible, values, scales);
@@ -204,14 +268,15 @@ void merge_partial(float *merged, const float *partial, int padded_dim) {
     float *stats = merged + padded_dim;
     const float *other = partial + padded_dim;
     const float peak = stats[0] > other[0] ? stats[0] : other[0];
-    float shifts[LANES] = {stats[0] - peak, other[0] - peak}, factors[LANES];
-    V::store(factors, exponential(V::load(shifts)));
+    const F own_factor = exponential(V::set(stats[0] - peak)), factor = exponential(V::set(other[0] - peak));
     for (int d = 0; d < padded_dim; d += LANES) {
-        const F kept = V::mul_one(V::load(merged + d), factors[0]);
-        V::store(merged + d, V::fma_one(kept, V::load(partial + d), factors[1]));
+        const F kept = V::mul(V::load(merged + d), own_factor);
+        V::store(merged + d, V::fma(kept, V::load(partial + d), factor));
     }
+    float sum[LANES];
+    V::store(sum, V::add(V::mul(V::set(stats[1]), own_factor), V::mul(V::set(other[1]), factor)));
     stats[0] = peak;
-    stats[1] = stats[1] * factors[0] + other[1] * factors[1];
+    stats[1] = sum[0];
 }
 
 // A float with 12 significant bits, not below x (x >= 0): its products with int8 are exact, so values that are read back
