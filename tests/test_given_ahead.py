@@ -18,7 +18,7 @@ from outrider.config import MockConfig
 from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import NoDrafter, certain
 from outrider.engine.engine import Engine
-from outrider.types import Drafts, Job, Request, SamplingParams, Scores
+from outrider.types import Drafts, Job, Request, SamplingParams, Scores, Verdicts
 
 MODEL = MockConfig(vocab_size=16, seed=3, order=1, context=4096)
 PASS_MS = {1: 4.03, 8: 4.18, 32: 4.6, 64: 5.5, 128: 6.6, 256: 9.8, 512: 17.0, 4096: 102.0}  # by rows
@@ -43,11 +43,18 @@ class Device(MockBackend):
         self.clock, self.expected = clock, ("", 0)
         self.queues_drafts = queues_drafts
         self.following = [int(np.argmax(self.logits_after([token]))) for token in range(MODEL.vocab_size)]
+        self.missed_prelaunch, self._judge, self.ops.judge = False, self.ops.judge, self.judge  # type: ignore[method-assign]
+
+    def judge(self, jobs: Sequence[Job], drafts: Drafts, scores: Scores) -> Verdicts:
+        """It says so where it waited for the host, as the real one does."""
+        verdicts = self._judge(jobs, drafts, scores)
+        verdicts.missed_prelaunch = self.missed_prelaunch
+        return verdicts
 
     def score(self, spans: Spans, hidden: Sequence[int] = ()) -> Scores:
         jobs, kind = len(spans.slots), "drafts" if max(spans.rows) > 1 else "plain"
-        missed_prelaunch = self.expected[0] != kind or jobs > self.expected[1]
-        host_s = (1e-3 + 40e-6 * jobs) * (3.0 if kind == "drafts" else 1.0) if missed_prelaunch else 0.0
+        self.missed_prelaunch = self.expected[0] != kind or jobs > self.expected[1]
+        host_s = (1e-3 + 40e-6 * jobs) * (3.0 if kind == "drafts" else 1.0) if self.missed_prelaunch else 0.0
         self.clock.sleep(between(PASS_MS, sum(spans.counts)) + host_s)
         goes_on = spans.goes_on and (kind == "plain" or (self.queues_drafts and min(spans.rows) > 1))
         self.expected = (kind if goes_on else "", jobs)
@@ -113,8 +120,8 @@ def rate(engine: Engine, batch: int, width: int | None) -> float:
     ("batch", "least"),
     [
         (1, 1.4),
-        (8, 1.45),
-        (32, 1.2),
+        (8, 1.55),
+        (32, 1.3),
         pytest.param(128, 0.95, marks=pytest.mark.slow),
         pytest.param(256, 0.97, marks=pytest.mark.slow),
     ],
@@ -144,14 +151,7 @@ def test_where_rounds_wait_for_the_host_longer_chains_cost_nothing() -> None:
     assert engine.statistics.widths.get(7, 0) > 0.3 * sum(engine.statistics.widths.values()), engine.statistics.widths
 
 
-@pytest.mark.parametrize(
-    ("batch", "share"),
-    [
-        pytest.param(1, 0.6, marks=pytest.mark.xfail(reason=GPU_ISSUE)),
-        pytest.param(8, 0.7, marks=pytest.mark.xfail(reason=GPU_ISSUE, strict=True)),
-        pytest.param(32, 0.8, marks=pytest.mark.xfail(reason=GPU_ISSUE, strict=True)),
-    ],
-)
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.6), (8, 0.7), (32, 0.8)])
 def test_drafts_that_are_never_queued_cost_what_they_take(batch: int, share: float) -> None:
     """Plain passes are, and fixed widths lose there."""
     clock = VirtualClock()

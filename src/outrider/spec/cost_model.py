@@ -211,8 +211,10 @@ class CostModel:
             return 0.0
         return self.reads.get(drafter, 1.0) * (self.step_s(drafter, tokens + requests) - self.step_s(drafter, requests))
 
-    def observe_pass(self, rows: int, requests: int, context: float, seconds: float) -> None:
-        """A round took so long, beside its drafts."""
+    def observe_pass(
+        self, rows: int, requests: int, context: float, seconds: float, *, is_measured: bool = False
+    ) -> None:
+        """A round took so long, beside its drafts. is_measured: it was made for that, and belongs to the profile."""
         self.num_rounds += 1
         self._rows_s.clear()
         seconds = max(seconds, LEAST_S)
@@ -229,8 +231,8 @@ class CostModel:
             self._by_context.add(rows, context, seconds, weight)
             self._by_request.add(rows, requests, seconds - self._by_context.value * context, weight)
         own = max(seconds - slopes, 0.1 * seconds)
-        if self.is_profile:
-            self.curve.move(rows, own, 0.5)
+        if self.is_profile or is_measured:
+            self.curve.move(rows, own / self.ratio(rows), 0.5)
             return
         self.ratio.observe(rows, own / self.curve(rows))
         if self.on_drift is not None and self.num_rounds >= SETTLED and abs(self.ratio(1) - 1.0) > DRIFT:
