@@ -31,7 +31,6 @@ PROBE_SHARE = 0.01  # of the time since a draft was rejected: what a probe may c
 MOST_CREDIT = 4.0  # plain rounds that the credit may come to
 UNCHANGED = 80.0  # rounds of plain decoding after which a third of the evidence is left: texts change
 PLAIN_ROUNDS = 3  # of plain decoding that are timed before drafts, on a device that is given rounds ahead
-PLAIN_EVERY = 64  # rounds of drafting after which one is timed again there
 PACE_DECAY = 0.95  # of the rounds that tell how long a token takes
 TREE_LEVEL = 4  # nodes of a tree for each token of depth
 
@@ -86,7 +85,6 @@ class WidthController:
         self._rested_s = 0.0  # seconds since a draft was rejected: where a probe is kept, the next follows at once
         self._faded = 0  # the round up to which evidence has faded
         self._plain = Counter[int]()  # rounds without drafts that were timed, by rows
-        self._plain_round = 0  # the last of them
         self._pace = (0.0, 0.0)  # seconds and tokens of the last rounds, decayed
 
     # Choosing
@@ -167,20 +165,16 @@ class WidthController:
             return
         self._token_s = best.seconds / best.tokens
         self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
-        if uniform and (rounds := self._plain_rounds_due(rows)):
-            self._reason, self._left = MEASURE, rounds + 1  # the first one waits for the host, which says nothing
+        if uniform and self._plain[rows] < PLAIN_ROUNDS:
+            # The profile is one of a single request, whose rounds the device was not given ahead: of a batch it may be
+            # wrong by more than drafts gain. The first round waits for the host, which says nothing.
+            self._reason, self._left = MEASURE, PLAIN_ROUNDS + 1 - self._plain[rows]
             return
         self._left = max(1, round(HOLD * num_jobs / best.tokens))
         if self._fed != rows:  # a prefill shares the pass: a token keeps the value of a steady round
             best = outlook.best(candidates, outlook.setting(self._fed), self._token_s)
             self._left = 1
         self._widths = {batch.decode[index].id: width for index, width in best.widths.items()}
-
-    def _plain_rounds_due(self, rows: int) -> int:
-        """Rounds of plain decoding to time. The profile is one of a single request, whose rounds the device was not
-        given ahead: of a batch it may be wrong by more than drafts gain."""
-        is_old = self.costs.num_rounds - self._plain_round >= PLAIN_EVERY
-        return max(PLAIN_ROUNDS - self._plain[rows], int(is_old))
 
     def _probe(self, batch: Batch, outlook: Outlook) -> None:
         """Draft for a few requests in this round, if what that may bring is worth what it costs.
@@ -323,7 +317,6 @@ class WidthController:
             )
             if not any(drafts.counts):
                 self._plain[times.num_fed] += 1
-                self._plain_round = self.costs.num_rounds
         elif not times.missed_prelaunch:
             self.costs.extend(times.num_fed, pass_s)
         for name, seconds in drafters.items():
