@@ -18,6 +18,7 @@ from outrider.config import MockConfig
 from outrider.draft.base import DrafterInfo
 from outrider.draft.lookup import NoDrafter, certain
 from outrider.engine.engine import Engine
+from outrider.spec.controller import MEASURE, PLAIN_ROUNDS
 from outrider.types import Drafts, Job, Request, SamplingParams, Scores, Verdicts
 
 MODEL = MockConfig(vocab_size=16, seed=3, order=1, context=4096)
@@ -136,6 +137,19 @@ def test_widths_follow_what_rounds_cost_when_they_are_queued(batch: int, least: 
     plain = [rate(engine, batch, 0) for _ in range(2)][1]
     ratios = sorted(rate(engine, batch, None) / plain for _ in range(6 if batch < 128 else 5))
     assert ratios[len(ratios) // 2] > least, ratios
+
+
+def test_a_request_beside_one_of_a_fixed_width_gets_drafts() -> None:
+    """No round is without drafts there; plain decoding was measured again and again, and the other one waited."""
+    clock = VirtualClock()
+    device = Device(clock)
+    engine = Engine.load(device, draft=Prophet(device, 0.9), max_batch=2, clock=clock, threaded=False)
+    greedy = SamplingParams(temperature=0.0)
+    requests = [
+        Request(prompt=[1] * 32, sampling=greedy, max_tokens=120, width=width, ignore_eos=True) for width in (2, None)
+    ]
+    counts = engine.generate(requests)[1].statistics
+    assert counts.reasons[MEASURE] <= PLAIN_ROUNDS + 1 and counts.drafted > 100, counts.reasons
 
 
 @pytest.mark.xfail(reason=GPU_ISSUE, strict=True)

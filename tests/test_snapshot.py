@@ -429,6 +429,14 @@ def test_a_setting_of_another_version_is_told(path: Path) -> None:
         mocked().resume(path)
 
 
+def test_a_request_of_another_version_goes_on_without_what_that_counted(path: Path) -> None:
+    saved(path)
+    taken = Snapshot.read(path)
+    taken.requests[0]["statistics"]["rounds"] = 3
+    taken.write()
+    assert rest(mocked().resume(path)[0]).statistics.tokens > 1
+
+
 def test_only_the_owner_reads_it_and_a_failed_write_leaves_the_old(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(0)
     try:

@@ -1,6 +1,6 @@
 """Counters of speculation, per request and for the engine: what was drafted, what was kept, what it cost.
 
-Memory is bounded: positions grow with the widest draft, cost points with the row counts seen. Nothing here decides;
+Memory is bounded: outcomes grow with the widest draft, cost points with the row counts seen. Nothing here decides;
 the width chooser and people read it.
 """
 

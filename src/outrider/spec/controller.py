@@ -50,8 +50,8 @@ class Found(NamedTuple):
 
 
 class WidthController:
-    """`uniform`: whether the whole batch gets one width, as a device with a graph for each shape wants it. `trees`:
-    whether the target verifies trees."""
+    """`uniform`: whether the whole batch gets one width, as a device with a graph for each shape, that is given rounds
+    ahead, wants it. `trees`: whether the target verifies trees."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class WidthController:
         self._credit = 0.0  # seconds that probes may cost
         self._rested_s = 0.0  # seconds since a draft was rejected: where a probe is kept, the next follows at once
         self._faded = 0  # the round up to which evidence has faded
-        self._plain = Counter[int]()  # rounds without drafts that were timed, by rows
+        self._measured = Counter[int]()  # rounds that measured plain decoding, by requests
         self._pace = (0.0, 0.0)  # seconds and tokens of the last rounds, decayed
 
     # Choosing
@@ -165,10 +165,11 @@ class WidthController:
             return
         self._token_s = best.seconds / best.tokens
         self._rival = (best.tokens - num_jobs) * (1.0 - 1.0 / ratio) / len(best.widths)
-        if uniform and self._plain[rows] < PLAIN_ROUNDS:
+        measured = self._measured[num_jobs]
+        if uniform and not batch.prefill and measured <= PLAIN_ROUNDS:
             # The profile is one of a single request, whose rounds the device was not given ahead: of a batch it may be
-            # wrong by more than drafts gain. The first round waits for the host, which says nothing.
-            self._reason, self._left = MEASURE, PLAIN_ROUNDS + 1 - self._plain[rows]
+            # wrong by more than drafts gain. One round more, since the first waits for the host, which says nothing.
+            self._reason, self._left = MEASURE, PLAIN_ROUNDS + 1 - measured
             return
         self._left = max(1, round(HOLD * num_jobs / best.tokens))
         if self._fed != rows:  # a prefill shares the pass: a token keeps the value of a steady round
@@ -245,6 +246,7 @@ class WidthController:
     ) -> dict[tuple[int, str], int]:
         """What a round cost and brought. Returns how many requests got which width, and why."""
         self._learn_costs(batch, drafts, times, outcomes)
+        self._measured[len(batch.decode)] += self._reason == MEASURE
         self._balance(batch, times, outcomes)
         if times.steady and not times.skip:
             emitted = sum([outcome.emitted for _, outcome in outcomes])
@@ -315,8 +317,6 @@ class WidthController:
             self.costs.observe_pass(
                 times.num_fed, len(batch.decode), self._context, pass_s, is_measured=self._reason == MEASURE
             )
-            if not any(drafts.counts):
-                self._plain[times.num_fed] += 1
         elif not times.missed_prelaunch:
             self.costs.extend(times.num_fed, pass_s)
         for name, seconds in drafters.items():
